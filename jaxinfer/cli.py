@@ -1,0 +1,113 @@
+"""The `jaxinfer` command: sends each subcommand to its module, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+
+import jaxinfer
+from jaxinfer.errors import JaxinferError
+from jaxinfer.weights import presets
+
+# Subcommand: (function taking its arguments and returning the exit code, one line of help).
+# Only the module of the subcommand asked for is imported.
+COMMANDS = {
+    "run": ("jaxinfer.run:main", "answer a prompt, or a JSONL file of requests"),
+    "models": ("jaxinfer.cli:models", "list the presets, or fetch one"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jaxinfer ARGV` and returns its exit code: 0, 1 error, 2 usage, 130 interrupted."""
+    return guarded(_dispatch, sys.argv[1:] if argv is None else argv)
+
+
+def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Runs a command's main as an entry point should: no traceback for what a user can mend.
+
+    Returns command's exit code; 1 after a JaxinferError (printed on stderr), 130 after Ctrl-C, 141 when the
+    reader of stdout went away (128 + SIGPIPE, as a shell counts). A usage error is argparse's SystemExit(2).
+    """
+    try:
+        code = command(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a closed pipe can still be caught
+        return code
+    except JaxinferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit; let it have somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+
+
+def models(argv: Sequence[str]) -> int:
+    """`jaxinfer models [--json]` lists the presets; `jaxinfer models pull PRESET` fetches one and prints its path."""
+    parser = argparse.ArgumentParser(prog="jaxinfer models", description="List the presets, or fetch one.")
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    actions = parser.add_subparsers(dest="action", metavar="pull PRESET")
+    pull = actions.add_parser("pull", help="fetch a preset into the cache, check it and print its path")
+    files = [p.name for p in presets.list_presets() if p.kind == "file"]
+    pull.add_argument("preset", choices=files, metavar="PRESET", help=f"one of: {', '.join(files)}")
+    args = parser.parse_args(argv)
+
+    if args.action == "pull":
+        print(presets.pull(args.preset))
+    elif args.json:
+        print(json.dumps([_as_json(p) for p in presets.list_presets()], indent=2))
+    else:
+        for row in [
+            ("NAME", "SIZE", "LICENSE", "STATE", "DESCRIPTION"),
+            *map(_as_row, presets.list_presets()),
+        ]:
+            print("{:14}  {:>8}  {:10}  {:11}  {}".format(*row))
+    return 0
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="jaxinfer",
+        usage="jaxinfer [--version] COMMAND ...",
+        description=f"LLM inference on JAX.\n\ncommands:\n{listing}",
+        epilog="'jaxinfer COMMAND --help' says more about one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"jaxinfer {jaxinfer.__version__}")
+    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    target, _ = COMMANDS[parser.parse_args(argv[:1]).command]
+    return pkgutil.resolve_name(target)(argv[1:])
+
+
+def _as_json(preset: presets.Preset) -> dict[str, object]:
+    path = presets.locate(preset.name) if preset.kind == "file" else None
+    return {
+        "name": preset.name,
+        "description": preset.description,
+        "kind": preset.kind,
+        "license": preset.license or None,
+        "bytes": preset.bytes or None,
+        "sha256": preset.sha256 or None,
+        "package": f"{preset.package}=={preset.version}" if preset.package else None,
+        "cached": path is not None,
+        "path": None if path is None else str(path),
+    }
+
+
+def _as_row(preset: presets.Preset) -> tuple[str, str, str, str, str]:
+    if preset.kind == "random":
+        return preset.name, "-", "-", "built-in", preset.description
+    state = "cached" if presets.locate(preset.name) else "not fetched"
+    return preset.name, f"{preset.bytes / 1e6:.1f} MB", preset.license, state, preset.description
+
+
+if __name__ == "__main__":
+    sys.exit(main())

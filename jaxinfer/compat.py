@@ -1,0 +1,35 @@
+"""The one place that touches JAX's settings and private corners."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import platformdirs
+
+
+def platform() -> str:
+    """ "cpu" or "gpu": where computations run by default."""
+    return jax.default_backend()
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user cache (JAXINFER_CACHE overrides its place), also small and quick ones.
+
+    A cache that the user configured through JAX itself is left as it is.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    root = Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer"))
+    jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def free_memory() -> int:
+    """Bytes free on the first device, or on the host where the device does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

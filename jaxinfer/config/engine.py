@@ -1,0 +1,53 @@
+"""Settings of one engine: how much it may hold and how it cuts work into steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxinfer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits and sizes; each is a count unless its comment gives a unit.
+
+    A prompt of P tokens with max_tokens M is accepted when P + 1 <= max_model_len; generation ends with
+    finish_reason "length" once prompt and generated tokens together reach max_model_len.
+    """
+
+    max_model_len: int  # longest prompt + generation, tokens
+    max_num_seqs: int = 64  # sequences in one step
+    max_prefill_tokens: int = 512  # prompt tokens computed in one step, over all sequences (chunked prefill)
+    prefill_block: int = 32  # prefill chunks are padded to a multiple of this many tokens
+    page_size: int = 16  # tokens a KV page holds
+    num_pages: int | None = None  # KV pages, page 0 (the dump) included; None: sized from kv_cache_bytes
+    kv_cache_bytes: int | None = None  # memory for the KV cache, bytes; None: a share of what is free
+    max_waiting: int = 100_000  # requests waiting before new ones are refused as overload
+    enable_prefix_caching: bool = True
+    kv_dtype: str = "auto"  # "auto": the model's dtype; else "float32", "bfloat16", "float8_e4m3fn"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_prefill_tokens",
+            "page_size",
+            "prefill_block",
+            "max_waiting",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prefill_block % self.page_size:
+            raise ConfigError(
+                f"prefill_block={self.prefill_block} must be a multiple of page_size={self.page_size}: a block fills whole pages"
+            )
+        if self.max_prefill_tokens % self.prefill_block:
+            raise ConfigError(
+                f"max_prefill_tokens={self.max_prefill_tokens} must be a multiple of prefill_block={self.prefill_block}"
+            )
+        if self.num_pages is not None and (self.num_pages - 1) * self.page_size < self.max_model_len:
+            raise ConfigError(
+                f"{self.num_pages - 1} pages of {self.page_size} tokens hold "
+                f"{(self.num_pages - 1) * self.page_size} tokens, less than max_model_len={self.max_model_len}: "
+                "raise num_pages or lower max_model_len"
+            )

@@ -1,0 +1,113 @@
+"""From a scheduled step to the arrays its programs take. NumPy only; vectorised over sequences where it is paid every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.engine.buckets import Bucket, BucketTable
+from jaxinfer.engine.request import SamplingParams
+from jaxinfer.engine.sequence import Sequence, Step
+from jaxinfer.engine.steps import ROW_FLOATS, ROW_INTS, ForwardLayout
+
+_POSITION = ROW_INTS.index("position")
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """Host arrays of one step. They are never written again: the device may read them after dispatch returns.
+
+    Attributes:
+      ints: for `forward`, laid out by ForwardLayout.
+      sampled: the sequences that get a token, in the order of the rows.
+      chunk_starts: index of each prefill chunk's first token among the T tokens.
+      row_ints [S, 5], row_floats [S, 6]: for `sample`; rows past `sampled` are padding.
+      full: some row needs penalties, biases or log-probabilities.
+    """
+
+    bucket: Bucket
+    ints: np.ndarray
+    sampled: list[Sequence]
+    chunk_starts: list[int]
+    row_ints: np.ndarray
+    row_floats: np.ndarray
+    full: bool
+
+
+class BatchBuilder:
+    """Mirrors every slot's page tables and sampling parameters, and cuts a step's arrays out of them."""
+
+    def __init__(self, buckets: BucketTable, *, num_slots: int, groups: int, table_width: int):
+        """num_slots: as in StepPrograms; the last slot is padding's own."""
+        self._buckets = buckets
+        self._groups, self._width = groups, table_width
+        self._tables = np.zeros((groups, num_slots, table_width), np.int32)
+        self._row_ints = np.zeros((num_slots, len(ROW_INTS)), np.int32)
+        self._row_ints[:, 0] = np.arange(num_slots)
+        self._row_floats = np.zeros((num_slots, len(ROW_FLOATS)), np.float32)
+        self._full = np.zeros(num_slots, bool)
+        self._padding = num_slots - 1
+
+    def set_row(self, slot: int, params: SamplingParams, seed: int, *, full: bool) -> None:
+        """Gives a slot to a sequence with these parameters; seed is any 64-bit integer."""
+        low, high = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
+        self._row_ints[slot, 1:_POSITION] = params.top_k, low, high
+        self._row_floats[slot] = [getattr(params, name) for name in ROW_FLOATS]
+        self._full[slot] = full
+
+    def build(self, step: Step) -> StepArrays:
+        for slot, group, index, page in step.table_updates:
+            self._tables[group, slot, index] = page
+        decode, chunks = step.decode, step.prefill
+        block = self._buckets.block
+        num_blocks = sum(-(-chunk.length // block) for chunk in chunks)
+        bucket = self._buckets.fit(len(decode), num_blocks)
+        layout = ForwardLayout(bucket, self._groups, self._width)
+        ints = np.zeros(layout.size, np.int32)
+        tokens, positions, kv_lens, samples, tables = layout.views(ints)
+
+        n = len(decode)
+        slots = [seq.slot for seq in decode]
+        lens = [seq.num_computed for seq in decode]
+        kv_lens[:n] = lens
+        positions[:n] = kv_lens[:n] - 1
+        tokens[:n] = [
+            seq.tokens[length - 1] if length <= len(seq.tokens) else -1 - seq.slot
+            for seq, length in zip(decode, lens, strict=True)
+        ]
+        tables[:, :n] = self._tables[:, slots]
+
+        sampled = list(decode)
+        rows = list(range(n))
+        chunk_starts = []
+        start, row = bucket.decode, bucket.decode
+        for seq, first, length, samples_token in chunks:
+            chunk_starts.append(start)
+            end = start + length
+            tokens[start:end] = seq.tokens[first : first + length]
+            count = -(-length // block)
+            positions[start : start + count * block] = np.arange(first, first + count * block)
+            kv_lens[row : row + count] = np.minimum(np.arange(1, count + 1) * block, length) + first
+            tables[:, row : row + count] = self._tables[:, seq.slot, None]
+            if samples_token:
+                sampled.append(seq)
+                rows.append(end - 1)
+                slots.append(seq.slot)
+                lens.append(first + length)
+            start += count * block
+            row += count
+        samples[: len(rows)] = rows
+
+        padded = slots + [self._padding] * (bucket.samples - len(slots))
+        row_ints = self._row_ints[padded]
+        row_ints[: len(lens), _POSITION] = lens
+        return StepArrays(
+            bucket=bucket,
+            ints=ints,
+            sampled=sampled,
+            chunk_starts=chunk_starts,
+            row_ints=row_ints,
+            row_floats=self._row_floats[padded],
+            full=bool(self._full[slots].any()),
+        )

@@ -1,0 +1,70 @@
+"""The few shapes that steps are compiled for. Pure Python."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from jaxinfer.config.engine import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """Shape of a step: `decode` rows of one token, then `blocks` prefill blocks of `block` tokens; `samples` new tokens."""
+
+    decode: int
+    blocks: int
+    block: int
+    samples: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode + self.blocks * self.block
+
+    @property
+    def num_rows(self) -> int:
+        return self.decode + self.blocks
+
+
+class BucketTable:
+    """All shapes of an engine, and the smallest that holds a given step.
+
+    Decode-only steps have the finer grid; mixed steps are dominated by their prefill tokens, so they come with no,
+    few, or all decode rows.
+    """
+
+    def __init__(self, config: EngineConfig, *, min_decode: int = 1):
+        """min_decode: fewest rows worth having a shape for (platforms with slow thin products round up to it)."""
+        self.block = config.prefill_block
+        most = config.max_num_seqs
+        self.row_sizes = [n for n in _doubling(min(min_decode, most), most) if n in (1, most) or n >= 8]
+        self._block_sizes = _doubling(1, config.max_prefill_tokens // config.prefill_block, 4)
+        self._mixed_rows = sorted({0, self.row_sizes[0], self.row_sizes[-1]})
+
+    def all(self) -> list[Bucket]:
+        decode_only = [self._bucket(n, 0) for n in self.row_sizes]
+        return decode_only + [self._bucket(n, b) for b in self._block_sizes for n in self._mixed_rows]
+
+    def fit(self, decode: int, blocks: int) -> Bucket:
+        """Smallest bucket with at least this many decode rows and prefill blocks."""
+        if not blocks:
+            return self._bucket(_at_least(self.row_sizes, decode), 0)
+        return self._bucket(_at_least(self._mixed_rows, decode), _at_least(self._block_sizes, blocks))
+
+    def _bucket(self, decode: int, blocks: int) -> Bucket:
+        # Every block may end a prompt, but no more sequences than a step can hold are there to sample for.
+        samples = _at_least(self.row_sizes, min(decode + blocks, self.row_sizes[-1]))
+        return Bucket(decode, blocks, self.block, samples)
+
+
+def _doubling(low: int, high: int, factor: int = 2) -> list[int]:
+    sizes = []
+    size = low
+    while size < high:
+        sizes.append(size)
+        size *= factor
+    return [*sizes, high]
+
+
+def _at_least(sizes: list[int], need: int) -> int:
+    return sizes[bisect_left(sizes, need)]

@@ -1,0 +1,177 @@
+"""From a model's name to a running engine: open, choose sizes for the platform, load, compile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer import compat
+from jaxinfer.config.engine import EngineConfig
+from jaxinfer.config.model import ModelConfig
+from jaxinfer.engine.buckets import BucketTable
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.runner import ModelRunner
+from jaxinfer.engine.steps import StepPrograms
+from jaxinfer.errors import ConfigError
+from jaxinfer.kv.cache import CacheSpec
+from jaxinfer.kv.manager import KVManager
+from jaxinfer.models.base import DecoderModel
+from jaxinfer.models.registry import family_for
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.open import open_checkpoint
+
+_DTYPES = ("float32", "bfloat16")
+_KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+_CPU_KV_BYTES = 2**30
+_GPU_KV_SHARE = 0.9  # of the memory that weights leave free
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A running engine and what it was made of."""
+
+    engine: Engine
+    programs: StepPrograms
+    model: DecoderModel
+    params: tuple[jax.Array, ...]
+    cache_spec: CacheSpec
+    tokenizer: Tokenizer | None
+    generation_defaults: Mapping[str, Any]
+
+
+def build_engine(
+    model: str | Path,
+    *,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    warm_up: bool = True,
+    **options: Any,
+) -> Built:
+    """Opens, loads and compiles a model.
+
+    Args:
+      dtype: to serve in; None: as stored.
+      warm_up: compile everything now; else each program compiles when it is first needed.
+      options: fields of EngineConfig.
+    Raises:
+      CheckpointError: the model cannot be read.
+      ConfigError: the settings cannot work; the message names the numbers that disagree.
+    """
+    compat.use_compilation_cache()
+    checkpoint = open_checkpoint(model)
+    family = family_for(checkpoint.config)
+    config = family.config_from_hf(checkpoint.config)
+    served = serving_dtype(dtype, checkpoint.stored_dtype)
+    limit = config.max_model_len
+    if max_model_len is not None and max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the {limit} positions this model was made for"
+        )
+    engine_config = engine_config_for(config, max_model_len or limit, options)
+    module = family.model(config, dtype=served, max_len=engine_config.max_model_len)
+    params = load_params(module, checkpoint)
+
+    spec = cache_spec(module, config, engine_config, served)
+    engine_config = dataclasses.replace(
+        engine_config, num_pages=choose_num_pages(engine_config, spec, module)
+    )
+    assert engine_config.num_pages is not None
+    # Bfloat16 products of fewer than 8 rows are naive loops on CPU.
+    thin = compat.platform() == "cpu" and served == jnp.bfloat16
+    buckets = BucketTable(engine_config, min_decode=8 if thin else 1)
+    width = -(-engine_config.max_model_len // engine_config.page_size)
+    num_slots = engine_config.max_num_seqs + 1
+    programs = StepPrograms(
+        module, spec, buckets, num_pages=engine_config.num_pages, num_slots=num_slots, table_width=width
+    )
+    if warm_up:
+        programs.compile_all()
+    runner = ModelRunner(programs, params, spec.init(engine_config.num_pages), num_slots)
+    kv = KVManager(
+        engine_config.num_pages,
+        engine_config.page_size,
+        module.page_groups,
+        prefix_caching=engine_config.enable_prefix_caching,
+    )
+    tokenizer = checkpoint.tokenizer()
+    engine = Engine(
+        runner,
+        kv,
+        buckets,
+        engine_config,
+        tokenizer=tokenizer,
+        eos_token_ids=end_ids(config, checkpoint.generation_config, tokenizer),
+        vocab_size=config.vocab_size,
+        table_width=width,
+    )
+    return Built(engine, programs, module, params, spec, tokenizer, checkpoint.generation_config)
+
+
+def serving_dtype(asked: str | None, stored: str) -> Any:
+    """The dtype to serve in. float16 checkpoints are served in float32: bfloat16 would lose bits of theirs."""
+    name = asked if asked not in (None, "auto") else {"float16": "float32"}.get(stored, stored)
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported; choose one of {', '.join(_DTYPES)}")
+    return jnp.dtype(name)
+
+
+def engine_config_for(config: ModelConfig, max_model_len: int, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from user options; an unknown one is an error that lists the known."""
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"unknown engine option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    return EngineConfig(max_model_len=max_model_len, **options)
+
+
+def cache_spec(module: DecoderModel, config: ModelConfig, engine: EngineConfig, served: Any) -> CacheSpec:
+    """Shape of the KV cache. Groups share pages, so there is one array for each layer of one group."""
+    name = str(served) if engine.kv_dtype == "auto" else engine.kv_dtype
+    if name not in _KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype {name!r} is not supported; choose auto or one of {', '.join(_KV_DTYPES)}"
+        )
+    return CacheSpec(
+        num_layers=config.num_layers // len(module.page_groups),
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=engine.page_size,
+        dtype=jnp.dtype(name),
+    )
+
+
+def choose_num_pages(engine: EngineConfig, spec: CacheSpec, module: DecoderModel) -> int:
+    """Pages that fit the memory asked for, at least one longest sequence's and at most what all slots could use."""
+    if engine.num_pages is not None:
+        return engine.num_pages
+    groups = len(module.page_groups)
+    one = -(-engine.max_model_len // engine.page_size) * groups
+    if engine.kv_cache_bytes is not None:
+        budget = engine.kv_cache_bytes
+        if budget < (one + 1) * spec.bytes_per_page:
+            raise ConfigError(
+                f"kv_cache_bytes={budget} is less than the {(one + 1) * spec.bytes_per_page} bytes that one sequence of "
+                f"max_model_len={engine.max_model_len} needs: raise it or lower max_model_len"
+            )
+    elif compat.platform() == "cpu":
+        budget = min(_CPU_KV_BYTES, compat.free_memory() // 2)
+    else:
+        budget = int(compat.free_memory() * _GPU_KV_SHARE)
+    pages = max(budget // spec.bytes_per_page - 1, one)
+    return min(pages, one * engine.max_num_seqs) + 1
+
+
+def end_ids(
+    config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """Every token id that ends a text: generation_config.json's, else config.json's, and the tokenizer's own."""
+    named = generation_config.get("eos_token_id")
+    ids = set(config.eos_token_ids) if named is None else set(named if isinstance(named, list) else [named])
+    return frozenset(ids | (tokenizer.eos_token_ids if tokenizer else set()))

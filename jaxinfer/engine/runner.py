@@ -1,0 +1,88 @@
+"""The device side of the engine: owns parameters, cache and sampler state, and dispatches steps without waiting for them.
+
+One thread owns a ModelRunner: the cache is donated to each step, so its old handle is dead as soon as a step is dispatched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxinfer.engine.batch import StepArrays
+from jaxinfer.engine.sampling import Logprobs, SamplerState
+from jaxinfer.engine.steps import StepPrograms, zeros_on_device
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """A step on its way: device values that the host reads later.
+
+    Attributes:
+      tokens: [S], in the order of StepArrays.sampled; -1 where the logits held a NaN.
+      logprobs: of those tokens, when asked for.
+      hidden: [T, D], for `score`.
+    """
+
+    tokens: jax.Array | None
+    logprobs: Logprobs | None
+    hidden: jax.Array
+
+
+class ModelRunner:
+    """Parameters, KV cache and per-slot state of one model replica."""
+
+    def __init__(
+        self,
+        programs: StepPrograms,
+        params: tuple[jax.Array, ...],
+        cache: tuple[jax.Array, ...],
+        num_slots: int,
+    ):
+        self.programs = programs
+        self._params = params
+        self._head = programs.head_params(params)
+        self._cache = cache
+        self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32))
+        self._state: SamplerState | None = None  # made when a request first needs it
+        self._flags = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
+
+    def dispatch(self, arrays: StepArrays, *, logprobs: bool) -> Dispatched:
+        """Starts a step and the copy of its tokens to the host. logprobs implies arrays.full."""
+        forward = self.programs.forward(arrays.bucket)
+        hidden, rows, self._cache = forward(self._params, self._cache, self._last_tokens, arrays.ints)
+        if not arrays.sampled:
+            return Dispatched(None, None, hidden)
+        state = self._sampler_state() if arrays.full else None
+        sample = self.programs.sample(arrays.bucket.samples, arrays.full)
+        tokens, self._last_tokens, scores, state = sample(
+            self._head,
+            rows,
+            self._last_tokens,
+            arrays.row_ints,
+            arrays.row_floats,
+            self._flags[logprobs],
+            state,
+        )
+        if arrays.full:
+            self._state = state
+        tokens.copy_to_host_async()
+        return Dispatched(tokens, scores if logprobs else None, hidden)
+
+    def score(self, step: Dispatched, targets: np.ndarray) -> Logprobs:
+        """Log-probabilities of `targets` [T] given each of a step's hidden states."""
+        return self.programs.score(targets.shape[0])(self._head, step.hidden, targets)
+
+    def set_counts(self, slot: int, counts: np.ndarray) -> None:
+        """Replaces a slot's penalty counts, int32 [V] as in SamplerState."""
+        self._state = self.programs.set_counts()(self._sampler_state(), np.int32(slot), counts)
+
+    def set_bias(self, slot: int, bias: np.ndarray) -> None:
+        """Replaces what is added to a slot's logits, float32 [V]."""
+        self._state = self.programs.set_bias()(self._sampler_state(), np.int32(slot), bias)
+
+    def _sampler_state(self) -> SamplerState:
+        if self._state is None:
+            self._state = zeros_on_device(self.programs.state_shape())
+        return self._state

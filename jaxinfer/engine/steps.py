@@ -1,0 +1,259 @@
+"""The engine's compiled programs. Everything is compiled ahead, for the shapes of a bucket table; later calls only look up.
+
+A step is two programs. `forward` runs the model over the step's tokens and writes their KV in place; `sample` turns
+the hidden states of the rows that need a token into tokens. Their shape tables add up instead of multiplying, and a
+prefill chunk that does not reach the end of its prompt needs no second program. `score` is for prompt log-probabilities.
+
+Host and device exchange one int32 array for `forward` (see `ForwardLayout`), and one int32 and one float32 array for
+`sample`: every further argument costs time in each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.engine.buckets import Bucket, BucketTable
+from jaxinfer.engine.sampling import Logprobs, RowParams, SamplerState, logprobs_of, sample
+from jaxinfer.kv.cache import CacheSpec, StepBatch
+from jaxinfer.models.base import DecoderModel
+from jaxinfer.models.params import param_specs
+
+Cache = tuple[jax.Array, ...]
+
+ROW_INTS = ("slot", "top_k", "seed_low", "seed_high", "position")
+ROW_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SCORE_ROWS = 64  # prompt positions whose logits exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardLayout:
+    """How one int32 array carries a step's tokens, positions, kv lengths, rows to sample for, and page tables.
+
+    A token below 0 stands for the last token sampled in slot -1 - token, which the host may not have read yet.
+    """
+
+    bucket: Bucket
+    groups: int
+    table_width: int
+
+    @property
+    def size(self) -> int:
+        b = self.bucket
+        return 2 * b.num_tokens + b.samples + b.num_rows * (1 + self.groups * self.table_width)
+
+    def views(self, ints: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """tokens [T], positions [T], kv_lens [R], samples [S], tables [G, R, pages] of an array (numpy or JAX) of `size`."""
+        t, r, s = self.bucket.num_tokens, self.bucket.num_rows, self.bucket.samples
+        tokens, positions, kv_lens, samples, tables = (
+            ints[start:stop]
+            for start, stop in (
+                (0, t),
+                (t, 2 * t),
+                (2 * t, 2 * t + r),
+                (2 * t + r, 2 * t + r + s),
+                (2 * t + r + s, None),
+            )
+        )
+        return tokens, positions, kv_lens, samples, tables.reshape(self.groups, r, self.table_width)
+
+
+class StepPrograms:
+    """Compiled `forward`, `sample` and `score` programs of one model on one set of devices.
+
+    Attributes:
+      num_compiled: programs built so far; constant once `compile_all` has returned.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache_spec: CacheSpec,
+        buckets: BucketTable,
+        *,
+        num_pages: int,
+        num_slots: int,
+        table_width: int,
+    ):
+        """num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding."""
+        self._model = model
+        self._graph, state = nnx.split(model)
+        self._treedef = jax.tree.structure(state)
+        self._param_shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in param_specs(model))
+        self._head_graph, head_state = nnx.split(model.output_head)
+        self._head_treedef = jax.tree.structure(head_state)
+        head_sources = [spec.sources for spec in param_specs(model.output_head)]
+        self._head_index = [i for i, spec in enumerate(param_specs(model)) if spec.sources in head_sources]
+        self._spec = cache_spec
+        self._buckets = buckets
+        self._num_pages, self._num_slots = num_pages, num_slots
+        self._table_width = table_width
+        self._compiled: dict[tuple, Any] = {}
+        self.vocab_size: int = model.config.vocab_size
+        self.hidden_size: int = model.config.hidden_size
+        self._dtype = self._param_shapes[self._head_index[0]].dtype
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    def layout(self, bucket: Bucket) -> ForwardLayout:
+        return ForwardLayout(bucket, len(self._model.page_groups), self._table_width)
+
+    def head_params(self, params: tuple) -> tuple:
+        """The part of the parameters that `sample` and `score` need."""
+        return tuple(params[i] for i in self._head_index)
+
+    def compile_all(self) -> None:
+        """Builds every program that serving can ask for."""
+        for bucket in self._buckets.all():
+            self.forward(bucket)
+            if bucket.blocks:
+                self.score(bucket.num_tokens)
+        for count in self._buckets.row_sizes:
+            for full in (False, True):
+                self.sample(count, full)
+        self.set_counts()
+        self.set_bias()
+
+    def forward(self, bucket: Bucket):
+        """(params, cache, last_tokens [slots], ints [layout.size]) -> (hidden [T, D], its sampled rows [S, D], cache).
+
+        The cache is donated.
+        """
+        return self._get(("forward", bucket), lambda: self._lower_forward(bucket))
+
+    def sample(self, count: int, full: bool):
+        """(head params, hidden [S, D], last_tokens, ints [S, 5], floats [S, 6], want_logprobs, state | None) ->
+        (tokens [S], last_tokens, Logprobs | None, state | None).
+
+        full: penalties, biases and log-probabilities, which need the state. last_tokens and state are donated.
+        """
+        return self._get(("sample", count, full), lambda: self._lower_sample(count, full))
+
+    def score(self, num_tokens: int):
+        """(head params, hidden [T, D], targets [T]) -> Logprobs of each position's target."""
+        return self._get(("score", num_tokens), lambda: self._lower_score(num_tokens))
+
+    def _get(self, key: tuple, lower):
+        program = self._compiled.get(key)
+        if program is None:
+            program = self._compiled[key] = lower().compile()
+        return program
+
+    def _lower_forward(self, bucket: Bucket):
+        layout = self.layout(bucket)
+
+        def forward(params, cache: Cache, last_tokens: Int[Array, " slots"], ints: Int[Array, " n"]):
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._treedef, params))
+            tokens, positions, kv_lens, samples, tables = layout.views(ints)
+            tokens = jnp.where(tokens < 0, last_tokens[-1 - tokens], tokens)
+            batch = StepBatch(
+                positions=positions,
+                tables=tables,
+                kv_lens=kv_lens,
+                num_decode=bucket.decode,
+                block=bucket.block,
+            )
+            hidden, cache = model(tokens, batch, cache)
+            return hidden, hidden[samples], cache
+
+        return jax.jit(forward, donate_argnums=1).lower(
+            self._param_shapes,
+            self._spec.abstract(self._num_pages),
+            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
+            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+        )
+
+    def _lower_sample(self, count: int, full: bool):
+        def run(
+            head_params,
+            hidden: Float[Array, "S D"],
+            last_tokens: Int[Array, " slots"],
+            ints: Int[Array, "S 5"],
+            floats: Float[Array, "S 6"],
+            want_logprobs: Bool[Array, ""],
+            state: SamplerState | None,
+        ):
+            head = nnx.merge(self._head_graph, jax.tree.unflatten(self._head_treedef, head_params))
+            named = {name: ints[:, i] for i, name in enumerate(ROW_INTS)}
+            named |= {name: floats[:, i] for i, name in enumerate(ROW_FLOATS)}
+            seed = jnp.stack([named.pop("seed_low"), named.pop("seed_high")], axis=1)
+            rows = RowParams(seed=seed, **named)
+            logits = head.logits(hidden)
+            tokens, state = sample(logits, rows, state)
+            last_tokens = last_tokens.at[rows.slot].set(tokens)
+            if not full:
+                return tokens, last_tokens, None, state
+            nothing = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(logprobs_of, logits, tokens)
+            )
+            scores = jax.lax.cond(want_logprobs, logprobs_of, lambda *_: nothing, logits, tokens)
+            return tokens, last_tokens, scores, state
+
+        return jax.jit(run, donate_argnums=(2, 6)).lower(
+            self.head_params(self._param_shapes),
+            jax.ShapeDtypeStruct((count, self.hidden_size), self._dtype),
+            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
+            jax.ShapeDtypeStruct((count, len(ROW_INTS)), jnp.int32),
+            jax.ShapeDtypeStruct((count, len(ROW_FLOATS)), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.bool_),
+            self.state_shape() if full else None,
+        )
+
+    def state_shape(self) -> SamplerState:
+        """Shape of the per-slot state that a full sample needs."""
+        shape = (self._num_slots, self.vocab_size)
+        return jax.eval_shape(
+            lambda: SamplerState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+        )
+
+    def set_counts(self):
+        """(state, slot, counts [V]) -> state with that slot's counts replaced; the state is donated."""
+        return self._state_setter("counts", jnp.int32)
+
+    def set_bias(self):
+        """(state, slot, bias [V]) -> state with that slot's biases replaced; the state is donated."""
+        return self._state_setter("bias", jnp.float32)
+
+    def _state_setter(self, field: str, dtype: DTypeLike):
+        def put(state: SamplerState, slot: Int[Array, ""], row: Array) -> SamplerState:
+            return state._replace(**{field: getattr(state, field).at[slot].set(row)})
+
+        return self._get(
+            ("set", field),
+            lambda: jax.jit(put, donate_argnums=0).lower(
+                self.state_shape(),
+                jax.ShapeDtypeStruct((), jnp.int32),
+                jax.ShapeDtypeStruct((self.vocab_size,), dtype),
+            ),
+        )
+
+    def _lower_score(self, num_tokens: int):
+        def run(head_params, hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> Logprobs:
+            head = nnx.merge(self._head_graph, jax.tree.unflatten(self._head_treedef, head_params))
+            rows = min(_SCORE_ROWS, num_tokens)
+            pad = -num_tokens % rows
+            hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, hidden.shape[1])
+            targets = jnp.pad(targets, (0, pad)).reshape(-1, rows)
+            scores = jax.lax.map(lambda x: logprobs_of(head.logits(x[0]), x[1]), (hidden, targets))
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)
+
+        hidden, targets = (num_tokens, self.hidden_size), (num_tokens,)
+        return jax.jit(run).lower(
+            self.head_params(self._param_shapes),
+            jax.ShapeDtypeStruct(hidden, self._dtype),
+            jax.ShapeDtypeStruct(targets, jnp.int32),
+        )
+
+
+def zeros_on_device(shape: SamplerState) -> SamplerState:
+    """Device zeros without a compile."""
+    return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype)), shape)

@@ -1,0 +1,59 @@
+"""Linear layers and embeddings. Weights keep the checkpoint's [out, in] layout, so stacking q, k and v is a copy-free append."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.models.params import Axis, declare
+
+
+class Linear(nnx.Module):
+    """y = x W^T + b over several checkpoint tensors at once, whose outputs follow each other in y.
+
+    outputs: {checkpoint prefix: output width}; each prefix has `.weight` [width, in] and, with bias, `.bias` [width].
+    """
+
+    def __init__(
+        self,
+        outputs: dict[str, int],
+        in_features: int,
+        *,
+        axes: tuple[Axis, Axis],
+        dtype: DTypeLike,
+        bias: bool = False,
+    ):
+        self.weight = declare(
+            {f"{name}.weight": (width, in_features) for name, width in outputs.items()},
+            axes=axes,
+            dtype=dtype,
+        )
+        biases = {f"{name}.bias": (width,) for name, width in outputs.items()}
+        self.bias = declare(biases, axes=axes[:1], dtype=dtype, init="zeros") if bias else None
+
+    def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        y = matmul(x, self.weight[...])
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+def matmul(x: Float[Array, "T in"], weight: Float[Array, "out in"]) -> Float[Array, "T out"]:
+    """x W^T with float32 accumulation and result."""
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+class Embedding(nnx.Module):
+    """Token embedding [V, D]; also the output head of models that tie the two."""
+
+    def __init__(self, name: str, vocab_size: int, width: int, *, dtype: DTypeLike):
+        self.weight = declare({f"{name}.weight": (vocab_size, width)}, axes=("vocab", "embed"), dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+        return self.weight[...].at[tokens].get(mode="clip")
+
+    def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
+        return matmul(hidden, self.weight[...])

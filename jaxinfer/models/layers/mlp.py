@@ -1,0 +1,41 @@
+"""Gated feed-forward layer (SwiGLU, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxinfer.errors import ConfigError
+from jaxinfer.models.layers.linear import Linear
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class GatedMLP(nnx.Module):
+    """down(act(gate(x)) * up(x)), with gate and up in one product."""
+
+    def __init__(self, name: str, width: int, hidden: int, *, act: str, bias: bool, dtype: DTypeLike):
+        if act not in _ACTIVATIONS:
+            raise ConfigError(f"hidden_act {act!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+        self.act = act
+        self.hidden = hidden
+        self.gate_up = Linear(
+            {f"{name}.gate_proj": hidden, f"{name}.up_proj": hidden},
+            width,
+            axes=("ffn", "embed"),
+            dtype=dtype,
+            bias=bias,
+        )
+        self.down = Linear(
+            {f"{name}.down_proj": width}, hidden, axes=("embed", "ffn"), dtype=dtype, bias=bias
+        )
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate_up = self.gate_up(x)
+        return self.down(_ACTIVATIONS[self.act](gate_up[:, : self.hidden]) * gate_up[:, self.hidden :])

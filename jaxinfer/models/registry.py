@@ -1,0 +1,40 @@
+"""Which family serves which checkpoint. Adding a family is one file and one line in `_FAMILIES`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.config.model import ModelConfig
+from jaxinfer.errors import CheckpointError
+from jaxinfer.models.base import DecoderModel
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How to read a family's config.json and how to build its module from the result."""
+
+    config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    model: Callable[..., DecoderModel]  # (config, *, dtype, max_len) -> module
+
+
+# model_type in config.json: (module in jaxinfer.models, class)
+_FAMILIES = {
+    "llama": ("llama", "Llama"),
+    "mistral": ("llama", "Llama"),
+}
+
+
+def family_for(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json, by its model_type. Raises CheckpointError for one that is not supported."""
+    kind = config.get("model_type")
+    if kind not in _FAMILIES:
+        architecture = ", ".join(config.get("architectures") or ()) or "unnamed"
+        raise CheckpointError(
+            f"model_type {kind!r} (architecture {architecture}) is not supported; known: {', '.join(sorted(_FAMILIES))}"
+        )
+    module_name, class_name = _FAMILIES[kind]
+    module = importlib.import_module(f"jaxinfer.models.{module_name}")
+    return Family(module.config_from_hf, getattr(module, class_name))

@@ -1,0 +1,59 @@
+"""Turns what a user calls a model into an opened checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jaxinfer.errors import CheckpointError
+from jaxinfer.weights import presets
+from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.random import RandomCheckpoint
+from jaxinfer.weights.safetensors import HuggingFaceCheckpoint
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Opens a preset, a Hugging Face directory, a .gguf file, or a hub id (`org/name`, fetched into the hub's cache).
+
+    Raises CheckpointError that says what was looked for and where.
+    """
+    name, path = str(model), Path(model).expanduser()
+    if path.is_dir():
+        return HuggingFaceCheckpoint(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.is_file():
+        raise CheckpointError(f"{name} is a file, but not a .gguf; name the directory that holds config.json")
+    if presets.is_preset(name):
+        if name.startswith("tiny-"):
+            return RandomCheckpoint(name)
+        return _open_gguf(presets.resolve(name))
+    if _HUB_ID.fullmatch(name):
+        return HuggingFaceCheckpoint(_from_hub(name))
+    known = ", ".join(p.name for p in presets.list_presets())
+    raise CheckpointError(
+        f"no model {name!r}: it is no directory, no .gguf file, no hub id (org/name), and no preset ({known})"
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from jaxinfer.weights.gguf import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"{name} is no directory here and could not be fetched from the hub ({reason}): "
+            "check the name and the network, or give a local path"
+        ) from e
