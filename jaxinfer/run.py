@@ -82,15 +82,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", required=True, metavar="M", help="a preset, a directory or a .gguf file")
     work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("--prompt", metavar="TEXT", help="print the completion of TEXT")
+    work.add_argument("--prompt", metavar="TEXT", help="print the model's answer to TEXT")
     work.add_argument(
         "--input", metavar="FILE", help="answer each line of this JSONL file; - is standard input"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="where the results go, one line each; - is standard output"
     )
-    parser.add_argument("--chat", action="store_true", help="with --prompt: TEXT is a user's turn in a chat")
-    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system's turn before it")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="with --prompt: continue TEXT as it is, also where a chat template exists",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --prompt: the system's turn before it")
     parser.add_argument("--json", action="store_true", help="with --prompt: print one JSON object")
     sampling = parser.add_argument_group("generation")
     for name, options in _REQUEST_FLAGS.items():
@@ -107,25 +111,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_combination(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.system is not None and not args.chat:
-        parser.error("--system needs --chat")
+    if args.system is not None and args.raw:
+        parser.error("--system and --raw exclude each other: raw text has no turns")
     if args.input is None:
         if args.output is not None:
             parser.error("--output needs --input")
         return
     if args.output is None:
         parser.error("--input needs --output")
-    for name in ("chat", "json"):
+    for name in ("raw", "system", "json"):
         if getattr(args, name):
             parser.error(f"--{name} needs --prompt; a line of --input says itself what it is")
 
 
-def _load(args: argparse.Namespace) -> LLM:
-    options = {name: getattr(args, name) for name in ("max_model_len", "max_num_seqs")}
+def _load(args: argparse.Namespace, **options: Any) -> LLM:
+    chosen = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs, **options}
     with _status(f"loading {args.model}"):
         from jaxinfer.api import LLM
 
-        return LLM(args.model, dtype=args.dtype, **{k: v for k, v in options.items() if v is not None})
+        return LLM(args.model, dtype=args.dtype, **{k: v for k, v in chosen.items() if v is not None})
 
 
 @contextlib.contextmanager
@@ -140,15 +144,16 @@ def _status(text: str) -> Iterator[None]:
 
 
 def _answer_prompt(args: argparse.Namespace, flags: dict[str, Any]) -> int:
-    body: dict[str, Any] = {"prompt": args.prompt, **flags}
-    if args.chat:
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        body = {"messages": [*system, {"role": "user", "content": args.prompt}], **flags}
-    parse_plain_request(body, PLAIN_DEFAULTS)  # before the model is loaded
+    parse_plain_request(_prompt_body(args, flags, chat=False), PLAIN_DEFAULTS)  # before the model is loaded
 
     start = time.perf_counter()
-    llm = _load(args)
+    # A single answer needs few of the programs that serving needs: compile them as they come.
+    llm = _load(args, warm_up=False, max_num_seqs=args.max_num_seqs or flags.get("n", 1))
     loaded = time.perf_counter()
+    chat = llm.chat_template is not None and not args.raw
+    if args.system is not None and not chat:
+        raise ConfigError(f"{llm.model_name} has no chat template: leave --system out")
+    body = _prompt_body(args, flags, chat=chat)
     request = parse_plain_request(body, {**model_defaults(llm.generation_defaults), **PLAIN_DEFAULTS})
     tokenizer = tokenizer_of(llm)
     prepared = prepare(
@@ -188,6 +193,13 @@ def _answer_prompt(args: argparse.Namespace, flags: dict[str, Any]) -> int:
     else:
         print("\n---\n".join(completion.text for completion in output.outputs))
     return 0
+
+
+def _prompt_body(args: argparse.Namespace, flags: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    if not chat:
+        return {"prompt": args.prompt, **flags}
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return {"messages": [*system, {"role": "user", "content": args.prompt}], **flags}
 
 
 def _generate(llm: LLM, prepared: PreparedRequest) -> Iterator[RequestOutput]:

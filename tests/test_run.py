@@ -57,9 +57,9 @@ def write_lines(path: Path, items) -> Path:
         ["--model", "m", "--prompt", "x", "--input", "f"],
         ["--model", "m", "--input", "f"],
         ["--model", "m", "--prompt", "x", "--output", "f"],
-        ["--model", "m", "--prompt", "x", "--system", "s"],
+        ["--model", "m", "--prompt", "x", "--raw", "--system", "s"],
         ["--model", "m", "--input", "f", "--output", "g", "--json"],
-        ["--model", "m", "--input", "f", "--output", "g", "--chat"],
+        ["--model", "m", "--input", "f", "--output", "g", "--raw"],
         ["--model", "m", "--prompt", "x", "--max-tokens", "many"],
         ["--model", "m", "--prompt", "x", "--dtype", "int3"],
     ],
@@ -122,9 +122,11 @@ def test_an_unknown_model(tmp_path):
 
 
 def test_a_prompt(tiny_model):
-    code, out, err = run("--model", tiny_model, "--prompt", "hello", "--max-tokens", 8, *SMALL)
+    code, out, err = run("--model", tiny_model, "--prompt", "hello", "--raw", "--max-tokens", 8, *SMALL)
     assert (code, err) == (0, "")
-    code, shown, err = run("--model", tiny_model, "--prompt", "hello", "--max-tokens", 8, "--json", *SMALL)
+    code, shown, err = run(
+        "--model", tiny_model, "--prompt", "hello", "--raw", "--max-tokens", 8, "--json", *SMALL
+    )
     assert (code, err) == (0, "")
     result = json.loads(shown)
     assert out == result["text"] + "\n" * (not result["text"].endswith("\n"))
@@ -135,8 +137,15 @@ def test_a_prompt(tiny_model):
     assert set(result["timing"]) == {"load_s", "first_token_s", "generate_s", "tokens_per_s"}
 
 
+def test_a_prompt_is_a_user_s_turn_where_the_model_has_a_chat_template(tiny_model):
+    code, out, _ = run("--model", tiny_model, "--prompt", "hello", "--max-tokens", 2, "--json", *SMALL)
+    assert code == 0
+    expected = [257, *b"user\nhello", 258, 10, 257, *b"assistant\n"]
+    assert json.loads(out)["prompt_token_ids"] == expected
+
+
 def test_a_chat_with_several_completions(tiny_model):
-    args = ("--chat", "--system", "s", "--n", 2, "--temperature", 1, "--seed", 5, "--max-tokens", 4, "--json")
+    args = ("--system", "s", "--n", 2, "--temperature", 1, "--seed", 5, "--max-tokens", 4, "--json")
     code, out, _ = run("--model", tiny_model, "--prompt", "hi", *args, *SMALL)
     result = json.loads(out)
     assert code == 0

@@ -45,9 +45,3 @@ class EngineConfig:
             raise ConfigError(
                 f"max_prefill_tokens={self.max_prefill_tokens} must be a multiple of prefill_block={self.prefill_block}"
             )
-        if self.num_pages is not None and (self.num_pages - 1) * self.page_size < self.max_model_len:
-            raise ConfigError(
-                f"{self.num_pages - 1} pages of {self.page_size} tokens hold "
-                f"{(self.num_pages - 1) * self.page_size} tokens, less than max_model_len={self.max_model_len}: "
-                "raise num_pages or lower max_model_len"
-            )

@@ -20,7 +20,7 @@ from jaxinfer.engine.runner import ModelRunner
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.errors import ConfigError
 from jaxinfer.kv.cache import CacheSpec
-from jaxinfer.kv.manager import KVManager
+from jaxinfer.kv.manager import KVManager, pages_for_one
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.registry import family_for
 from jaxinfer.text.tokenizer import Tokenizer
@@ -83,6 +83,12 @@ def build_engine(
         engine_config, num_pages=choose_num_pages(engine_config, spec, module)
     )
     assert engine_config.num_pages is not None
+    kv = KVManager(
+        engine_config.num_pages,
+        engine_config.page_size,
+        module.page_groups,
+        prefix_caching=engine_config.enable_prefix_caching,
+    )
     # Bfloat16 products of fewer than 8 rows are naive loops on CPU.
     thin = compat.platform() == "cpu" and served == jnp.bfloat16
     buckets = BucketTable(engine_config, min_decode=8 if thin else 1)
@@ -94,12 +100,6 @@ def build_engine(
     if warm_up:
         programs.compile_all()
     runner = ModelRunner(programs, params, spec.init(engine_config.num_pages), num_slots)
-    kv = KVManager(
-        engine_config.num_pages,
-        engine_config.page_size,
-        module.page_groups,
-        prefix_caching=engine_config.enable_prefix_caching,
-    )
     tokenizer = checkpoint.tokenizer()
     engine = Engine(
         runner,
@@ -149,23 +149,24 @@ def cache_spec(module: DecoderModel, config: ModelConfig, engine: EngineConfig, 
 
 def choose_num_pages(engine: EngineConfig, spec: CacheSpec, module: DecoderModel) -> int:
     """Pages that fit the memory asked for, at least one longest sequence's and at most what all slots could use."""
+    groups = module.page_groups
+    one = pages_for_one(engine.max_model_len, engine.max_prefill_tokens, engine.page_size, groups)
     if engine.num_pages is not None:
-        return engine.num_pages
-    groups = len(module.page_groups)
-    one = -(-engine.max_model_len // engine.page_size) * groups
-    if engine.kv_cache_bytes is not None:
-        budget = engine.kv_cache_bytes
-        if budget < (one + 1) * spec.bytes_per_page:
-            raise ConfigError(
-                f"kv_cache_bytes={budget} is less than the {(one + 1) * spec.bytes_per_page} bytes that one sequence of "
-                f"max_model_len={engine.max_model_len} needs: raise it or lower max_model_len"
-            )
-    elif compat.platform() == "cpu":
-        budget = min(_CPU_KV_BYTES, compat.free_memory() // 2)
+        given, name = engine.num_pages, f"num_pages={engine.num_pages}"
+    elif engine.kv_cache_bytes is not None:
+        given = engine.kv_cache_bytes // spec.bytes_per_page
+        name = f"kv_cache_bytes={engine.kv_cache_bytes} ({given} pages)"
     else:
-        budget = int(compat.free_memory() * _GPU_KV_SHARE)
-    pages = max(budget // spec.bytes_per_page - 1, one)
-    return min(pages, one * engine.max_num_seqs) + 1
+        on_cpu = compat.platform() == "cpu"
+        free = compat.free_memory()
+        budget = min(_CPU_KV_BYTES, free // 2) if on_cpu else int(free * _GPU_KV_SHARE)
+        return min(max(budget // spec.bytes_per_page, one + 1), one * engine.max_num_seqs + 1)
+    if given < one + 1:
+        raise ConfigError(
+            f"{name} is less than the {one + 1} pages of {spec.bytes_per_page} bytes that one sequence of "
+            f"max_model_len={engine.max_model_len} needs: raise it or lower max_model_len"
+        )
+    return given
 
 
 def end_ids(

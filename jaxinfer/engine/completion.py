@@ -45,10 +45,10 @@ class Completion:
     slot: int = -1
 
     def append(self, token: int, logprob: TokenLogprob | None) -> bool:
-        """Takes the next token; True when it ends the completion. A negative token stands for logits with NaN."""
+        """Takes the next token; True when it ends the completion. A negative token stands for logits without a choice."""
         out = self.output
         if token < 0:
-            self.state.output.error = "the model's logits hold a NaN"
+            self.state.output.error = "the model's logits hold a NaN, or no token was allowed to follow"
             return self._end("error", None)
         out.token_ids.append(token)
         if logprob is not None and out.logprobs is not None:

@@ -56,10 +56,14 @@ class Logprobs(NamedTuple):
 def sample(
     logits: Float[Array, "S V"], rows: RowParams, state: SamplerState | None = None
 ) -> tuple[Int[Array, " S"], SamplerState | None]:
-    """One token a row, or -1 where the logits hold a NaN; with a state, penalties and biases apply and the token is counted."""
-    bad = jnp.isnan(logits.max(axis=-1))  # max passes NaN on
+    """One token a row, or -1 where the logits hold a NaN or biases forbid every token.
+
+    With a state, penalties and biases apply, and the token is counted.
+    """
     if state is not None:
         logits = apply_penalties(logits, rows, state)
+    peak = logits.max(axis=-1)  # passes NaN on
+    bad = jnp.isnan(peak) | (peak == -jnp.inf)
     token = first_argmax(logits)
     sampled = rows.temperature > 0
     drawn = jax.lax.cond(jnp.any(sampled), lambda: draw(logits, rows), lambda: token)

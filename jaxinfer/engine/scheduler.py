@@ -100,6 +100,7 @@ class Scheduler:
         if not (step.decode or step.prefill):
             return None  # the draft keeps its table updates for the step to come
         self._draft = Step()
+        step.preempted = [seq for seq in step.preempted if seq.status is SequenceStatus.WAITING]
         for seq in step.decode:
             seq.num_computed += 1
             seq.num_pending += 1

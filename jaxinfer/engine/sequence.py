@@ -79,7 +79,7 @@ class Step:
         The order is that of the previous step; newcomers are last.
       prefill: chunks of known tokens.
       table_updates: to be applied in order before the step. Entries past a sequence's last page are stale, not 0.
-      preempted: lost their slots and pages since the previous step; some may have finished meanwhile.
+      preempted: lost their slots and pages since the previous step, and wait again.
     """
 
     decode: list[Sequence] = field(default_factory=list)

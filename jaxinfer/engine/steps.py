@@ -86,11 +86,12 @@ class StepPrograms:
         self._model = model
         self._graph, state = nnx.split(model)
         self._treedef = jax.tree.structure(state)
-        self._param_shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in param_specs(model))
+        self._specs = param_specs(model)
+        self._param_shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._specs)
         self._head_graph, head_state = nnx.split(model.output_head)
         self._head_treedef = jax.tree.structure(head_state)
         head_sources = [spec.sources for spec in param_specs(model.output_head)]
-        self._head_index = [i for i, spec in enumerate(param_specs(model)) if spec.sources in head_sources]
+        self._head_index = [i for i, spec in enumerate(self._specs) if spec.sources in head_sources]
         self._spec = cache_spec
         self._buckets = buckets
         self._num_pages, self._num_slots = num_pages, num_slots

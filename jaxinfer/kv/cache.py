@@ -52,7 +52,7 @@ class StepBatch:
 
     Attributes:
       positions: place of each token in its sequence.
-      tables: page of each `page` positions, for every page group G, row or block R; 0 where there is none.
+      tables: page of each `page` positions, for every page group G, row or block R; entries at or past kv_lens are garbage.
       kv_lens: number of positions of the sequence that exist once this step's are written; 0 marks padding.
     """
 
@@ -93,13 +93,19 @@ def write_kv(
         pages = jnp.take_along_axis(tables[:n], (positions // page)[:, None], axis=1, mode="clip")[:, 0]
         pages = jnp.where(live, pages, DUMP_PAGE)
         rows = kv[:, :n].transpose(0, 2, 1, 3)  # [2, KV, n, hd]
-        layer = layer.at[:, :, pages, positions % page].set(rows, mode="promise_in_bounds")
+        offsets = positions % page
+        if n == 1:
+            # XLA turns a scatter of one row into a slice update, and copies the cache for it: add a row for the dump.
+            rows, offsets = (jnp.concatenate([x, x], axis) for x, axis in ((rows, 2), (offsets, 0)))
+            pages = jnp.concatenate([pages, jnp.full_like(pages, DUMP_PAGE)])
+        layer = layer.at[:, :, pages, offsets].set(rows, mode="promise_in_bounds")
     if batch.num_blocks:
         blocks, per_block = batch.num_blocks, batch.block // page
         first = batch.positions[n :: batch.block] // page
         index = first[:, None] + jnp.arange(per_block)
-        pages = jnp.take_along_axis(tables[n:], index, axis=1, mode="fill", fill_value=DUMP_PAGE)
-        pages = jnp.where(batch.kv_lens[n:, None] > 0, pages, DUMP_PAGE)
+        pages = jnp.take_along_axis(tables[n:], index, axis=1, mode="clip")
+        # Table entries past a sequence's end are stale: they may name pages of others.
+        pages = jnp.where(index * page < batch.kv_lens[n:, None], pages, DUMP_PAGE)
         whole = kv[:, n:].reshape(2, blocks * per_block, page, *kv.shape[2:]).transpose(0, 3, 1, 2, 4)
         layer = layer.at[:, :, pages.reshape(-1)].set(whole, mode="promise_in_bounds")
     return layer

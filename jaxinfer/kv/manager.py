@@ -66,13 +66,7 @@ class KVManager:
 
     def pages_alone(self, num_tokens: int, max_chunk: int) -> int:
         """Most pages that one sequence holds at once while `num_tokens` are computed, at most `max_chunk` a step."""
-        whole = -(-num_tokens // self.page_size)
-        pages = 0
-        for group in self.groups:
-            # Positions that one step touches; they may begin anywhere in a page.
-            seen = num_tokens if group.kind == "full" else group.span - 1 + max_chunk
-            pages += min(whole, (seen + self.page_size - 2) // self.page_size + 1)
-        return pages
+        return pages_for_one(num_tokens, max_chunk, self.page_size, self.groups)
 
     def match(self, seq: PagedTokens) -> int:
         """Tokens of the longest page-aligned prefix whose KV is cached wherever its next query looks; below len(tokens)."""
@@ -199,3 +193,13 @@ class KVManager:
     def _hash(self, seq: PagedTokens, count: int) -> None:
         if len(seq.digests) < count:
             self._hasher.extend(seq.digests, seq.tokens, count, root_digest(seq.salt, seq.extra))
+
+
+def pages_for_one(num_tokens: int, max_chunk: int, page_size: int, groups: tuple[PageGroup, ...]) -> int:
+    """Most pages that one sequence holds at once while `num_tokens` are computed, at most `max_chunk` a step."""
+    whole = -(-num_tokens // page_size)
+    pages = 0
+    for group in groups:
+        seen = group.span - 1 + max_chunk  # positions a step touches; it may begin anywhere in a page
+        pages += whole if group.kind == "full" else min(whole, (seen + page_size - 2) // page_size + 1)
+    return pages

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
-Impl = Literal["auto", "reference"]
+IMPLEMENTATIONS = ("auto", "reference")
 
 
 def paged_attention(
@@ -21,7 +19,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
-    impl: Impl = "auto",
+    impl: str = "auto",
 ) -> Float[Array, "R Q H hd"]:
     """Causal attention of R rows of Q consecutive queries, each row over the pages of its own sequence.
 
@@ -35,8 +33,8 @@ def paged_attention(
       chunk: a query sees the positions from the last multiple of this up to its own.
     Pages out of a query's sight may hold anything, NaN included.
     """
-    if impl not in ("auto", "reference"):
-        raise ValueError(f"impl must be 'auto' or 'reference', got {impl!r}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return paged_attention_reference(
         q, kv_pages, tables, q_start, kv_lens, scale=scale, window=window, chunk=chunk
     )

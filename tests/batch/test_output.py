@@ -127,7 +127,7 @@ def test_an_input_that_shrank_is_detected(tmp_path):
 def test_a_file_that_is_not_ours_is_not_touched(tmp_path, content):
     path = tmp_path / "o.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="does not answer input line 1|something else"):
+    with pytest.raises(ConfigError, match=r"does not answer input line 1|something else"):
         run(path, lines_of(1), [0])
     assert path.read_bytes() == content
 
