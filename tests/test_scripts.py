@@ -206,7 +206,6 @@ def test_life_of_a_venv(tmp_path):
         "smollm2-135m",
         "--prompt",
         "What is the capital of France?",
-        "--chat",
         "--max-tokens",
         "64",
     ]
