@@ -214,9 +214,7 @@ def test_life_of_a_venv(tmp_path):
     # Again: nothing is installed. What the caller gives replaces the defaults.
     done = quickstart("--prompt=Hi")
     assert "installing" not in done.stderr
-    assert (
-        done.stdout == f"{['--model', 'smollm2-135m', '--chat', '--max-tokens', '64', '--prompt=Hi']} False\n"
-    )
+    assert done.stdout == f"{['--model', 'smollm2-135m', '--max-tokens', '64', '--prompt=Hi']} False\n"
     done = quickstart("--model", "m", "--input", "in.jsonl", "--output", "out.jsonl")
     assert done.stdout == f"{['--model', 'm', '--input', 'in.jsonl', '--output', 'out.jsonl']} False\n"
 
