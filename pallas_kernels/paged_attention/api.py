@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import native
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "native")
 
 
 def paged_attention(
@@ -31,10 +37,43 @@ def paged_attention(
       scale: factor on q . k.
       window: a query sees this many positions, its own included.
       chunk: a query sees the positions from the last multiple of this up to its own.
+      impl: "auto" takes the C++ kernel on CPU where it can do the shape and dtypes, else XLA.
     Pages out of a query's sight may hold anything, NaN included.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    return paged_attention_reference(
-        q, kv_pages, tables, q_start, kv_lens, scale=scale, window=window, chunk=chunk
-    )
+    arrays = (q, kv_pages, tables, q_start, kv_lens)
+    reference = functools.partial(paged_attention_reference, scale=scale, window=window, chunk=chunk)
+    if impl == "reference" or not _fits(q, kv_pages) or not native.available():
+        if impl == "native":
+            raise ValueError(
+                f"the C++ kernel cannot do {q.dtype}{q.shape} over {kv_pages.dtype}{kv_pages.shape}"
+            )
+        return reference(*arrays)
+    kernel = functools.partial(paged_attention_native, scale=scale, window=window, chunk=chunk)
+    if impl == "native":
+        return kernel(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=kernel, default=reference)
+
+
+def paged_attention_native(
+    q: Float[Array, "R Q H hd"],
+    kv_pages: Float[Array, "2 KV P page hd"],
+    tables: Int[Array, "R pages"],
+    q_start: Int[Array, " R"],
+    kv_lens: Int[Array, " R"],
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "R Q H hd"]:
+    """The kernel in native.cc. The head width must be a multiple of 16."""
+    call = jax.ffi.ffi_call("jaxinfer_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    ints = (x.astype(jnp.int32) for x in (tables, q_start, kv_lens))
+    spans = {"window": np.int64(window or 0), "chunk": np.int64(chunk or 0)}
+    return call(q, kv_pages, *ints, scale=np.float32(scale), **spans)
+
+
+def _fits(q: jax.Array, kv_pages: jax.Array) -> bool:
+    floats = (jnp.float32, jnp.bfloat16)
+    return q.dtype in floats and kv_pages.dtype in floats and q.shape[-1] % 16 == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.paged_attention import paged_attention
 
-HEAD_DIM = 8
+HEAD_DIM = 16
 
 
 def dense(q, k, v, q_start, scale, window, chunk) -> np.ndarray:
@@ -33,8 +33,16 @@ def dense(q, k, v, q_start, scale, window, chunk) -> np.ndarray:
     return out
 
 
+@pytest.fixture(autouse=True, params=["reference", "native"])
+def implementation(request: pytest.FixtureRequest) -> None:
+    """Every test runs with every implementation."""
+    Case.impl = request.param
+
+
 class Case:
     """Sequences scattered over pages in random order; everything that no query may read is NaN."""
+
+    impl: ClassVar[str]
 
     def __init__(
         self, seed: int, starts: list[int], queries: int, *, page: int, heads: int, kv_heads: int, width: int
@@ -62,8 +70,11 @@ class Case:
         self.tables[row, : positions // page] = 0
 
     def run(self, **options) -> np.ndarray:
+        """With the implementation under test, unless another is named."""
         arrays = (jnp.asarray(self.q, jnp.float32), self.pages, self.tables, self.starts, self.lens)
-        return np.asarray(paged_attention(*map(jnp.asarray, arrays), scale=0.3, **options))
+        return np.asarray(
+            paged_attention(*map(jnp.asarray, arrays), scale=0.3, **{"impl": self.impl, **options})
+        )
 
     def expected(self, window=None, chunk=None) -> np.ndarray:
         rows = zip(self.q, self.keys, self.values, self.starts, strict=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.models.params import Axis, declare
+from pallas_kernels.linear import linear
 
 
 class Linear(nnx.Module):
@@ -35,15 +35,10 @@ class Linear(nnx.Module):
         self.bias = declare(biases, axes=axes[:1], dtype=dtype, init="zeros") if bias else None
 
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        y = matmul(x, self.weight[...])
+        y = linear(x, self.weight[...])
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
-
-
-def matmul(x: Float[Array, "T in"], weight: Float[Array, "out in"]) -> Float[Array, "T out"]:
-    """x W^T with float32 accumulation and result."""
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class Embedding(nnx.Module):
@@ -56,4 +51,4 @@ class Embedding(nnx.Module):
         return self.weight[...].at[tokens].get(mode="clip")
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        return matmul(hidden, self.weight[...])
+        return linear(hidden, self.weight[...])

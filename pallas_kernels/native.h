@@ -1,0 +1,121 @@
+// Shared by the CPU kernels: 16-lane vectors through the compiler's vector extension (AVX-512, AVX2, NEON, whatever the
+// machine has), bfloat16 loads, a vector exp, and a parallel loop on XLA's own thread pool.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxinfer {
+
+namespace ffi = xla::ffi;
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+// The same in memory, anywhere. (A memcpy into a vector makes GCC go through the stack in small pieces.)
+typedef float VecInMemory __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+typedef uint16_t HalfVecInMemory __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2), may_alias));
+
+struct BF16 {
+  uint16_t bits;
+};
+
+inline Vec Load(const float* p) { return *reinterpret_cast<const VecInMemory*>(p); }
+
+inline Vec Load(const BF16* p) {
+  HalfVec half = *reinterpret_cast<const HalfVecInMemory*>(p);
+  return (Vec)(__builtin_convertvector(half, IntVec) << 16);
+}
+
+inline void Store(float* p, Vec v) { *reinterpret_cast<VecInMemory*>(p) = v; }
+
+inline void Store(BF16* p, Vec v) {
+  // Round to nearest, ties to even; a NaN stays a NaN.
+  IntVec bits = (IntVec)v;
+  IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  IntVec nan = v != v;
+  rounded = nan ? IntVec{} + 0x7fc0 : rounded;
+  *reinterpret_cast<HalfVecInMemory*>(p) = __builtin_convertvector(rounded, HalfVec);
+}
+
+inline Vec Splat(float x) { return Vec{} + x; }
+
+typedef float HalfOfVec __attribute__((vector_size(32)));
+typedef float QuarterOfVec __attribute__((vector_size(16)));
+
+inline float Sum(Vec v) {
+  HalfOfVec a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  QuarterOfVec b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
+
+inline float Max(Vec v) {
+  HalfOfVec a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+            b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  a = a > b ? a : b;
+  QuarterOfVec c = __builtin_shufflevector(a, a, 0, 1, 2, 3), d = __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  c = c > d ? c : d;
+  return std::max(std::max(c[0], c[2]), std::max(c[1], c[3]));
+}
+
+// exp(x) for x <= 0, relative error below 2e-7: 2^n times a polynomial (Cephes' expf). Below -87 it is 0.
+inline Vec Exp(Vec x) {
+  IntVec tiny = x < -87.0f;
+  x = tiny ? Splat(-87.0f) : x;
+  Vec scaled = x * 1.44269504088896341f - 0.5f;  // x <= 0, so truncation rounds to nearest
+  IntVec n = __builtin_convertvector(scaled, IntVec);
+  Vec nf = __builtin_convertvector(n, Vec);
+  Vec r = x - nf * 0.693359375f + nf * 2.12194440e-4f;
+  Vec p = Splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Vec result = p * (Vec)((n + 127) << 23);
+  return tiny ? Vec{} : result;
+}
+
+// Calls body(i) for every i in [0, items), on the pool's threads and this one. Items are taken one by one, so they may differ
+// in cost. A task that the pool starts only after all items are taken returns at once, and `body` is not touched.
+template <class Body>
+void ParallelFor(ffi::ThreadPool& pool, int64_t items, const Body& body) {
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto state = std::make_shared<State>();
+  auto run = [state, items, &body] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < items;) {
+      body(i);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t helper = std::min(pool.num_threads(), items) - 1; helper > 0; --helper) pool.Schedule(std::decay_t<decltype(run)>(run));
+  run();
+  while (state->done.load(std::memory_order_acquire) < items) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+// A buffer of the calling thread that only grows.
+template <class T, int kWhich>
+T* Scratch(int64_t count) {
+  static thread_local std::vector<T> buffer;
+  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
+}
+
+}  // namespace jaxinfer
