@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import jax
-import platformdirs
+
+from jaxinfer.cachedir import cache_root
 
 
 def platform() -> str:
@@ -21,8 +21,7 @@ def use_compilation_cache() -> None:
     """
     if jax.config.jax_compilation_cache_dir:
         return
-    root = Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer"))
-    jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

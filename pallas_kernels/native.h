@@ -49,12 +49,34 @@ inline Vec Splat(float x) { return Vec{} + x; }
 
 typedef float HalfOfVec __attribute__((vector_size(32)));
 typedef float QuarterOfVec __attribute__((vector_size(16)));
+typedef float QuarterInMemory __attribute__((vector_size(16), aligned(4), may_alias));
+
+inline QuarterOfVec LoadQuarter(const float* p) { return *reinterpret_cast<const QuarterInMemory*>(p); }
+inline void Store(float* p, QuarterOfVec v) { *reinterpret_cast<QuarterInMemory*>(p) = v; }
 
 inline float Sum(Vec v) {
   HalfOfVec a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
                 __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   QuarterOfVec b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// The sums of four vectors. Pairs of lanes are added while vectors are woven together, so it costs little more than one sum.
+inline QuarterOfVec Sums(Vec a, Vec b, Vec c, Vec d) {
+#define JAXINFER_WEAVE2(x, y, i)                                                                                   \
+  __builtin_shufflevector(x, y, i, i + 16, i + 2, i + 18, i + 4, i + 20, i + 6, i + 22, i + 8, i + 24, i + 10, i + 26, \
+                          i + 12, i + 28, i + 14, i + 30)
+#define JAXINFER_WEAVE4(x, y, i)                                                                                        \
+  __builtin_shufflevector(x, y, i, i + 1, i + 16, i + 17, i + 4, i + 5, i + 20, i + 21, i + 8, i + 9, i + 24, i + 25, \
+                          i + 12, i + 13, i + 28, i + 29)
+  Vec ab = JAXINFER_WEAVE2(a, b, 0) + JAXINFER_WEAVE2(a, b, 1);
+  Vec cd = JAXINFER_WEAVE2(c, d, 0) + JAXINFER_WEAVE2(c, d, 1);
+  Vec abcd = JAXINFER_WEAVE4(ab, cd, 0) + JAXINFER_WEAVE4(ab, cd, 2);
+#undef JAXINFER_WEAVE2
+#undef JAXINFER_WEAVE4
+  HalfOfVec half = __builtin_shufflevector(abcd, abcd, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(abcd, abcd, 8, 9, 10, 11, 12, 13, 14, 15);
+  return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 }
 
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }

@@ -69,7 +69,9 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Compares the engine with its peers on one machine in one run."
+    )
     parser.add_argument("--model", default="smollm2-135m", help="a preset or a .gguf file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", default=",".join(WORKERS))

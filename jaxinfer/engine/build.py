@@ -26,6 +26,7 @@ from jaxinfer.models.registry import family_for
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.open import open_checkpoint
+from pallas_kernels import native
 
 _DTYPES = ("float32", "bfloat16")
 _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
@@ -89,8 +90,8 @@ def build_engine(
         module.page_groups,
         prefix_caching=engine_config.enable_prefix_caching,
     )
-    # Bfloat16 products of fewer than 8 rows are naive loops on CPU.
-    thin = compat.platform() == "cpu" and served == jnp.bfloat16
+    # XLA's own bfloat16 products of fewer than 8 rows are naive loops on CPU.
+    thin = compat.platform() == "cpu" and served == jnp.bfloat16 and not native.available()
     buckets = BucketTable(engine_config, min_decode=8 if thin else 1)
     width = -(-engine_config.max_model_len // engine_config.page_size)
     num_slots = engine_config.max_num_seqs + 1

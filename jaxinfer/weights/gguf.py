@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from jaxinfer.errors import CheckpointError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.gguf_index import TensorPlace, read_index
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -38,22 +39,13 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist") from None
-        except (ValueError, OSError, IndexError, KeyError) as e:
-            raise CheckpointError(f"{path} is truncated or not a GGUF file ({e}): download it again") from e
-        self.metadata = {key: field.contents() for key, field in self._reader.fields.items()}
-        self._tensors = {}
-        size = path.stat().st_size
-        for tensor in self._reader.tensors:
-            if tensor.data_offset + tensor.n_bytes > size:
-                raise CheckpointError(
-                    f"{path} is truncated: tensor {tensor.name!r} ends past the file's {size} bytes"
-                )
-            if tensor.name != _ROPE_FACTORS:
-                self._tensors[_hub_name(tensor.name, path)] = tensor
+        index = read_index(path)
+        self.metadata = index.metadata
+        self._all = index.tensors
+        self._tensors = {
+            _hub_name(name, path): place for name, place in self._all.items() if name != _ROPE_FACTORS
+        }
+        self._file = np.memmap(path, mode="r")
         self.config = self._config()
         self.generation_config = {}
         self.stored_dtype = "float32"
@@ -92,9 +84,9 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
-        for tensor in self._reader.tensors:
-            if tensor.name == _ROPE_FACTORS:
-                return {"rope_type": "default", "frequency_divisors": tensor.data.tolist()}
+        if _ROPE_FACTORS in self._all:
+            divisors = self._values(self._all[_ROPE_FACTORS], _ROPE_FACTORS)
+            return {"rope_type": "default", "frequency_divisors": divisors.tolist()}
         meta = self.metadata
         kind = meta.get("llama.rope.scaling.type", "none")
         if kind in ("none", "default"):
@@ -107,17 +99,22 @@ class GGUFCheckpoint(Checkpoint):
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
+    def _values(self, place: TensorPlace, name: str) -> np.ndarray:
+        kind = gguf.GGMLQuantizationType(place.type)
+        data = self._file[place.offset : place.offset + place.num_bytes]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
-            weights = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            rows = np.asarray(data).reshape(-1, place.shape[-1] // block * block_bytes)
+            return dequantize(rows, kind).astype(np.float32, copy=False).reshape(place.shape)
         except (NotImplementedError, ValueError, KeyError) as e:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} of type {tensor.tensor_type.name} cannot be dequantised ({e})"
+                f"{self.path}: tensor {name!r} of type {kind.name} cannot be dequantised ({e})"
             ) from e
-        weights = weights.reshape(self.shape(name))
+
+    def read(self, name: str) -> np.ndarray:
+        weights = self._values(self._tensors[name], name)
         for projection, heads in (
             ("q_proj", self.config["num_attention_heads"]),
             ("k_proj", self.config["num_key_value_heads"]),

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
+from jaxinfer.cachedir import cache_root
 from jaxinfer.errors import CheckpointError
 
 _CHUNK = 1 << 20  # bytes read at a time
@@ -93,12 +92,8 @@ def get_preset(name: str) -> Preset:
 
 
 def cache_path(name: str) -> Path:
-    """Where the cache keeps the file of this preset, present or not.
-
-    The cache is the user's cache folder for jaxinfer, or $JAXINFER_CACHE.
-    """
-    root = os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer")
-    return Path(root).expanduser() / "models" / name / Path(_file_preset(name).member).name
+    """Where the cache keeps the file of this preset, present or not."""
+    return cache_root() / "models" / name / Path(_file_preset(name).member).name
 
 
 def locate(name: str) -> Path | None:

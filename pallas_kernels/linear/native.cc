@@ -1,75 +1,91 @@
 // y[M, N] = x[M, K] w[N, K]^T with float32 accumulation, for float32 and bfloat16 weights in the checkpoint's row-major layout.
 //
-// With few rows the weights are read once at memory speed. With many, four rows of weights are widened to float32 once and
-// meet all rows of x from the cache. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
+// A thread takes kGrain rows of w at a time. With few rows of x it reads them once, at memory speed. With many it widens them to
+// float32 first; they then stay in the second-level cache, while a tile of x stays in the first, for K in blocks that
+// let it. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
 #include "native.h"
 
 namespace jaxinfer {
 namespace {
 
-constexpr int kRows = 4;        // rows of w in a tile
-constexpr int kMaxX = 6;        // rows of x in a tile: 24 sums, 4 weights, 1 x fill 29 of 32 registers
-constexpr int64_t kGrain = 64;  // rows of w that a thread takes at once
+constexpr int kRows = 4;          // rows of w in a tile
+constexpr int kMaxX = 6;          // rows of x in a tile: 24 sums, 4 weights, 1 x fill 29 of 32 registers
+constexpr int64_t kGrain = 64;    // rows of w that a thread takes at once
+constexpr int64_t kDepth = 768;   // of K in one pass: 6 rows of x and 4 of w are 30 KB
 
+// Rows of x and w at strides ldx and ldw; adds to y when `add`.
+// NR is 4 or 1.
 template <int MR, int NR, class W>
-inline void Tile(const float* x, const W* w, int64_t k, float* y, int64_t ldy) {
+inline void Tile(const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t k, float* y, int64_t ldy, bool add) {
   Vec sums[MR][NR] = {};
   for (int64_t i = 0; i < k; i += kLanes) {
     Vec weights[NR];
 #pragma GCC unroll 8
-    for (int r = 0; r < NR; ++r) weights[r] = Load(w + r * k + i);
+    for (int r = 0; r < NR; ++r) weights[r] = Load(w + r * ldw + i);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      Vec value = Load(x + m * k + i);
+      Vec value = Load(x + m * ldx + i);
 #pragma GCC unroll 8
       for (int r = 0; r < NR; ++r) sums[m][r] += value * weights[r];
     }
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-    for (int r = 0; r < NR; ++r) y[m * ldy + r] = Sum(sums[m][r]);
+  for (int m = 0; m < MR; ++m) {
+    if constexpr (NR == 4) {
+      float* out = y + m * ldy;
+      QuarterOfVec total = Sums(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+      Store(out, add ? total + LoadQuarter(out) : total);
+    } else {
+      y[m * ldy] = Sum(sums[m][0]) + (add ? y[m * ldy] : 0.0f);
+    }
+  }
 }
 
-template <int NR, class W>
-void Rows(const float* x, int64_t m, const W* w, int64_t k, float* y, int64_t ldy) {
+template <int MR, class W>
+void Columns(const float* x, int64_t ldx, const W* w, int64_t n, int64_t ldw, int64_t k, float* y, int64_t ldy, bool add) {
+  int64_t r = 0;
+  for (; r + kRows <= n; r += kRows) Tile<MR, kRows>(x, ldx, w + r * ldw, ldw, k, y + r, ldy, add);
+  for (; r < n; ++r) Tile<MR, 1>(x, ldx, w + r * ldw, ldw, k, y + r, ldy, add);
+}
+
+// m rows of x meet n rows of w.
+template <class W>
+void Meet(const float* x, int64_t m, int64_t ldx, const W* w, int64_t n, int64_t ldw, int64_t k, float* y, int64_t ldy,
+          bool add) {
   const int64_t tiles = (m + kMaxX - 1) / kMaxX;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t first = m * t / tiles, count = m * (t + 1) / tiles - first;  // equal tiles, not one thin one
-    const float* xt = x + first * k;
+    const float* xt = x + first * ldx;
     float* yt = y + first * ldy;
     switch (count) {
-      case 1: Tile<1, NR>(xt, w, k, yt, ldy); break;
-      case 2: Tile<2, NR>(xt, w, k, yt, ldy); break;
-      case 3: Tile<3, NR>(xt, w, k, yt, ldy); break;
-      case 4: Tile<4, NR>(xt, w, k, yt, ldy); break;
-      case 5: Tile<5, NR>(xt, w, k, yt, ldy); break;
-      default: Tile<6, NR>(xt, w, k, yt, ldy); break;
+      case 1: Columns<1>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      case 2: Columns<2>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      case 3: Columns<3>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      case 4: Columns<4>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      case 5: Columns<5>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      default: Columns<6>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
     }
   }
 }
 
 template <class W>
 void Multiply(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t m, int64_t n, int64_t k) {
-  // Blocks of x that stay in the second-level cache while a thread's rows of w pass by.
-  const int64_t block = std::max<int64_t>(kMaxX, (192 << 10) / (k * 4) / kMaxX * kMaxX);
   ParallelFor(pool, (n + kGrain - 1) / kGrain, [&](int64_t item) {
-    const int64_t end = std::min(n, (item + 1) * kGrain);
-    for (int64_t mb = 0; mb < m; mb += block) {
-      const int64_t rows = std::min(block, m - mb);
-      const float* xb = x + mb * k;
-      float* yb = y + mb * n;
-      for (int64_t r = item * kGrain; r < end; r += kRows) {
-        const W* wr = w + r * k;
-        if (end - r < kRows) {
-          for (int64_t i = r; i < end; ++i) Rows<1>(xb, rows, w + i * k, k, yb + i, n);
-        } else if (sizeof(W) < sizeof(float) && rows > kMaxX) {
-          float* wide = Scratch<float, 0>(kRows * k);
-          for (int64_t i = 0; i < kRows * k; i += kLanes) Store(wide + i, Load(wr + i));
-          Rows<kRows>(xb, rows, wide, k, yb + r, n);
-        } else {
-          Rows<kRows>(xb, rows, wr, k, yb + r, n);
-        }
+    const int64_t first = item * kGrain, rows = std::min(n - first, kGrain);
+    const W* mine = w + first * k;
+    if (m <= kMaxX) {  // each weight is used once: leave it as it is, in one pass
+      Meet(x, m, k, mine, rows, k, k, y + first, n, false);
+      return;
+    }
+    for (int64_t depth = 0; depth < k; depth += kDepth) {
+      const int64_t part = std::min(k - depth, kDepth);
+      if constexpr (sizeof(W) < sizeof(float)) {
+        float* wide = Scratch<float, 0>(kGrain * kDepth);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t i = 0; i < part; i += kLanes) Store(wide + r * part + i, Load(mine + r * k + depth + i));
+        Meet(x + depth, m, k, wide, rows, part, part, y + first, n, depth > 0);
+      } else {
+        Meet(x + depth, m, k, mine + depth, rows, k, part, y + first, n, depth > 0);
       }
     }
   });

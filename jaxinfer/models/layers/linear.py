@@ -35,10 +35,13 @@ class Linear(nnx.Module):
         self.bias = declare(biases, axes=axes[:1], dtype=dtype, init="zeros") if bias else None
 
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """The result in x's dtype."""
+        return self.wide(x).astype(x.dtype)
+
+    def wide(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """The result in float32, as it was accumulated."""
         y = linear(x, self.weight[...])
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return y.astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
 class Embedding(nnx.Module):

@@ -82,7 +82,9 @@ def rope_tables(
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """cos and sin of each position's phases, float32, scaled by YaRN's attention factor."""
     phase = positions[:, None].astype(jnp.float32) * jnp.asarray(inv_freq)[None, :]
-    return jnp.cos(phase) * attention_factor, jnp.sin(phase) * attention_factor
+    tables = jnp.cos(phase) * attention_factor, jnp.sin(phase) * attention_factor
+    # Without a barrier XLA recomputes sines inside every layer's rotation, once for each element it writes.
+    return jax.lax.optimization_barrier(tables)
 
 
 def apply_rope(
