@@ -22,8 +22,7 @@ import platformdirs
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("linear/native.cc", "paged_attention/native.cc")
-_TARGETS = ("jaxinfer_linear", "jaxinfer_paged_attention")
+_OPS = ("linear", "paged_attention", "rms_norm")  # each in OP/native.cc, as target jaxinfer_OP
 _FLAGS = ("-O3", "-march=native", "-w", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC")
 
 
@@ -37,7 +36,7 @@ def available() -> bool:
     except (OSError, subprocess.SubprocessError) as e:
         logger.warning("CPU kernels are not available, plain XLA serves (slower): %s", e)
         return False
-    for target in _TARGETS:
+    for target in (f"jaxinfer_{op}" for op in _OPS):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return True
 
@@ -48,7 +47,7 @@ def _build() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler found (g++, clang++ or c++): install one, or name one in CXX")
     root = Path(__file__).parent
-    files = [root / "native.h", *(root / source for source in _SOURCES)]
+    files = [root / "native.h", *(root / op / "native.cc" for op in _OPS)]
     content = b"".join(file.read_bytes() for file in files)
     ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout

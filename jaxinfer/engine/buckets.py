@@ -33,13 +33,18 @@ class BucketTable:
     few, or all decode rows.
     """
 
-    def __init__(self, config: EngineConfig, *, min_decode: int = 1):
-        """min_decode: fewest rows worth having a shape for (platforms with slow thin products round up to it)."""
+    def __init__(self, config: EngineConfig, *, min_rows: int = 2):
+        """min_rows: fewest rows that a shape has. With one, XLA makes other programs than with several: sums are ordered
+        differently, and a request's tokens would depend on whether it runs alone; and it copies the cache to write one row.
+        """
         self.block = config.prefill_block
-        most = config.max_num_seqs
-        self.row_sizes = [n for n in _doubling(min(min_decode, most), most) if n in (1, most) or n >= 8]
+        most = max(config.max_num_seqs, min_rows)
+        self.row_sizes = [n for n in _doubling(min_rows, most) if n in (min_rows, most) or n >= 8]
         self._block_sizes = _doubling(1, config.max_prefill_tokens // config.prefill_block, 4)
-        self._mixed_rows = sorted({0, self.row_sizes[0], self.row_sizes[-1]})
+        # A single sequence never decodes beside a prefill.
+        self._mixed_rows = sorted(
+            {0, self.row_sizes[0], self.row_sizes[-1]} if config.max_num_seqs > 1 else {0}
+        )
 
     def all(self) -> list[Bucket]:
         decode_only = [self._bucket(n, 0) for n in self.row_sizes]

@@ -7,6 +7,7 @@ waits for the host. A sequence that ends is therefore noticed one step late; the
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._biased_slots: set[int] = set()  # slots whose bias row on the device is not zero
         self._next_id = 0
+        # A process must not end while the device computes: XLA's threads release Python objects when they finish.
+        weakref.finalize(self, runner.wait)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)

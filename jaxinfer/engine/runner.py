@@ -82,6 +82,10 @@ class ModelRunner:
         """Replaces what is added to a slot's logits, float32 [V]."""
         self._state = self.programs.set_bias()(self._sampler_state(), np.int32(slot), bias)
 
+    def wait(self) -> None:
+        """Returns when the device has finished everything dispatched so far."""
+        jax.block_until_ready((self._cache, self._last_tokens, self._state))
+
     def _sampler_state(self) -> SamplerState:
         if self._state is None:
             self._state = zeros_on_device(self.programs.state_shape())

@@ -97,8 +97,8 @@ def apply_penalties(logits: Float[Array, "S V"], rows: RowParams, state: Sampler
 def draw(logits: Float[Array, "S V"], rows: RowParams) -> Int[Array, " S"]:
     """A token from each row's distribution after temperature, top-k, top-p and min-p, in that order."""
     temperature = jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    scaled = logits / temperature
-    weights = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # the most likely token weighs 1
+    # The most likely token weighs exactly 1, whatever the temperature does to the others.
+    weights = jnp.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
 
     def narrow(weights: Float[Array, "S V"]) -> Float[Array, "S V"]:
         enough = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[1])

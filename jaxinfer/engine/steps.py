@@ -99,7 +99,7 @@ class StepPrograms:
         self._compiled: dict[tuple, Any] = {}
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
-        self._dtype = self._param_shapes[self._head_index[0]].dtype
+        self._dtype = model.compute_dtype
 
     @property
     def num_compiled(self) -> int:

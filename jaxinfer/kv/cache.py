@@ -81,6 +81,8 @@ def write_kv(
 ) -> Float[Array, "2 KV P page hd"]:
     """Writes a step's keys and values to their pages: decode rows by slot, blocks by whole pages.
 
+    Decode rows must be none or several: XLA turns a scatter of one row into a slice update, and copies the cache for it.
+
     A block's padding lands in the unused end of its sequence's last page, where later tokens overwrite it before
     anything reads it, or in the dump page.
     """
@@ -94,10 +96,6 @@ def write_kv(
         pages = jnp.where(live, pages, DUMP_PAGE)
         rows = kv[:, :n].transpose(0, 2, 1, 3)  # [2, KV, n, hd]
         offsets = positions % page
-        if n == 1:
-            # XLA turns a scatter of one row into a slice update, and copies the cache for it: add a row for the dump.
-            rows, offsets = (jnp.concatenate([x, x], axis) for x, axis in ((rows, 2), (offsets, 0)))
-            pages = jnp.concatenate([pages, jnp.full_like(pages, DUMP_PAGE)])
         layer = layer.at[:, :, pages, offsets].set(rows, mode="promise_in_bounds")
     if batch.num_blocks:
         blocks, per_block = batch.num_blocks, batch.block // page

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config.model import ModelConfig
@@ -24,6 +25,7 @@ class DecoderModel(nnx.Module):
     """
 
     config: ModelConfig
+    compute_dtype: DTypeLike  # of hidden states
 
     @property
     @abstractmethod

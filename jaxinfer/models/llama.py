@@ -60,12 +60,23 @@ class LlamaLayer(nnx.Module):
 class Llama(DecoderModel):
     """The whole model.
 
-    max_len: longest context that will be asked for, tokens; "dynamic" RoPE stretches its base for it.
+    Args:
+      dtype: of the weights.
+      compute_dtype: of the hidden states between products; None: as the weights.
+      max_len: longest context that will be asked for, tokens; "dynamic" RoPE stretches its base for it.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, max_len: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: DTypeLike,
+        compute_dtype: DTypeLike | None = None,
+        max_len: int | None = None,
+    ):
         c = config
         self.config = c
+        self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.embed = Embedding("model.embed_tokens", c.vocab_size, c.hidden_size, dtype=dtype)
         self.layers = nnx.List([LlamaLayer(f"model.layers.{i}", c, dtype=dtype) for i in range(c.num_layers)])
         self.norm = RMSNorm("model.norm", c.hidden_size, eps=c.rms_norm_eps, dtype=dtype)
@@ -89,7 +100,7 @@ class Llama(DecoderModel):
         inv_freq, factor = inverse_frequencies(self.config.rope, self.config.head_dim, max_len=self.max_len)
         rope = rope_tables(batch.positions, inv_freq, factor)
         record = {} if record is None else record
-        x = self.embed(tokens)
+        x = self.embed(tokens).astype(self.compute_dtype)
         written: list[jax.Array] = []
         for i, (layer, pages) in enumerate(zip(self.layers, cache, strict=True)):
             if i in record:

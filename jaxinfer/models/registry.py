@@ -17,7 +17,7 @@ class Family:
     """How to read a family's config.json and how to build its module from the result."""
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    model: Callable[..., DecoderModel]  # (config, *, dtype, max_len) -> module
+    model: Callable[..., DecoderModel]  # (config, *, dtype, compute_dtype, max_len) -> module
 
 
 # model_type in config.json: (module in jaxinfer.models, class)

@@ -2,7 +2,7 @@
 //
 // A thread takes kGrain rows of w at a time. With few rows of x it reads them once, at memory speed. With many it widens them to
 // float32 first; they then stay in the second-level cache, while a tile of x stays in the first, for K in blocks that
-// let it. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
+// let it. The order in which a sum is made does not depend on how many rows there are. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
 #include "native.h"
 
 namespace jaxinfer {
@@ -73,13 +73,9 @@ void Multiply(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64
   ParallelFor(pool, (n + kGrain - 1) / kGrain, [&](int64_t item) {
     const int64_t first = item * kGrain, rows = std::min(n - first, kGrain);
     const W* mine = w + first * k;
-    if (m <= kMaxX) {  // each weight is used once: leave it as it is, in one pass
-      Meet(x, m, k, mine, rows, k, k, y + first, n, false);
-      return;
-    }
     for (int64_t depth = 0; depth < k; depth += kDepth) {
       const int64_t part = std::min(k - depth, kDepth);
-      if constexpr (sizeof(W) < sizeof(float)) {
+      if (sizeof(W) < sizeof(float) && m > kMaxX) {
         float* wide = Scratch<float, 0>(kGrain * kDepth);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t i = 0; i < part; i += kLanes) Store(wide + r * part + i, Load(mine + r * k + depth + i));

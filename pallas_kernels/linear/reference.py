@@ -9,4 +9,6 @@ from jaxtyping import Array, Float
 
 def linear_reference(x: Float[Array, "M K"], weight: Float[Array, "N K"]) -> Float[Array, "M N"]:
     """See `pallas_kernels.linear.linear`."""
+    common = jnp.promote_types(x.dtype, weight.dtype)
+    x, weight = x.astype(common), weight.astype(common)
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -147,9 +147,14 @@ void Attend(const Queries& item, const T* keys, const T* values, const int32_t* 
   float* straight = Scratch<float, 1>(dim * kKeys);
   float* wide = Scratch<float, 2>(dim * kKeys);
   float* turned = Scratch<float, 5>(dim * kKeys);
-  for (int64_t start = low; start <= high; start += kKeys) {
+  // Blocks begin at multiples of kKeys, so that a query's sums do not depend on the queries beside it. Of the first block,
+  // what lies before `low` is not read.
+  for (int64_t start = low / kKeys * kKeys; start <= high; start += kKeys) {
     const KeyBlock block{start, std::min<int64_t>(kKeys, high - start + 1), dim, straight, turn ? turned : nullptr, wide};
-    for (int64_t t = 0; t < block.keys; ++t) {
+    const int64_t skip = std::max<int64_t>(low - start, 0);
+    std::memset(straight, 0, skip * dim * sizeof(float));
+    std::memset(wide, 0, skip * dim * sizeof(float));
+    for (int64_t t = skip; t < block.keys; ++t) {
       const int64_t position = start + t, slot = table[position / shape.page] * shape.page + position % shape.page;
       for (int64_t d = 0; d < dim; d += kLanes) {
         Store(straight + t * dim + d, Load(keys + slot * dim + d));

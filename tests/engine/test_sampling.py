@@ -40,7 +40,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 def reference(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """The distribution by sorting, as every textbook writes it."""
-    probabilities = softmax(logits / temperature)
+    probabilities = softmax((logits - logits.max()) / temperature)
     order = np.argsort(-probabilities)
     if top_k:
         probabilities[order[top_k:]] = 0
@@ -62,6 +62,8 @@ def reference(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
         {"top_p": 0.5},
         {"top_p": 1e-6},
         {"min_p": 0.2},
+        {"min_p": 1.0, "temperature": 0.7},
+        {"temperature": 1e-30},
         {"temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.05},
     ],
 )

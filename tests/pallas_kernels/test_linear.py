@@ -31,7 +31,9 @@ def test_equals_the_product(impl: str, weights: str, values: str):
                 # float32 sums of k products of size one round to about sqrt(k) * 2^-24, with room.
                 result = linear(x, w, impl=impl)
                 assert result.dtype == jnp.float32
-                np.testing.assert_allclose(result, expected, atol=6e-7 * k**0.5 + 1e-6 * np.abs(expected).max())
+                np.testing.assert_allclose(
+                    result, expected, atol=6e-7 * k**0.5 + 1e-6 * np.abs(expected).max()
+                )
 
 
 @pytest.mark.parametrize("m", [1, 6, 40])

@@ -37,6 +37,8 @@ class GatedMLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = self.gate_up.wide(x)  # rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time
+        gate_up = self.gate_up.wide(
+            x
+        )  # rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time
         hidden = _ACTIVATIONS[self.act](gate_up[:, : self.hidden]) * gate_up[:, self.hidden :]
         return self.down(hidden.astype(x.dtype))
