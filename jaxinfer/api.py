@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.engine.build import build_engine
-from jaxinfer.engine.request import RequestOutput, SamplingParams
+from jaxinfer.engine.request import RequestOutput, SamplingParams, token_ids
 from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import ConfigError, RequestError
+from jaxinfer.protocol.prompt import encode_text
+from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.text.chat import ChatTemplate, encode_chat
+from jaxinfer.values import as_integer, shown
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]
 
 
@@ -66,14 +69,18 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts: one string or list of token ids, or a list of them. Results are in the prompts' order.
+        """Completes prompts: one text or list of token ids, or a list of them. Results are in the prompts' order.
 
-        sampling_params: for all prompts, or one for each.
+        Args:
+          sampling_params: for all prompts, or one for each; None: what the checkpoint recommends.
+          cache_salt: prompts with different salts share no cached prefixes.
+
+        Raises:
+          RequestError: a prompt or parameter that is wrong; then none of the prompts is run.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
-        encoded = [self._encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        several = _as_prompts(prompts)
+        encoded = [encode_text(p, self.tokenizer) if isinstance(p, str) else p for p in several]
+        texts = [p if isinstance(p, str) else None for p in several]
         return self._run(encoded, texts, sampling_params, cache_salt)
 
     def chat(
@@ -84,9 +91,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them; template_options go to `jaxinfer.text.chat.encode_chat`."""
         if self.tokenizer is None or self.chat_template is None:
-            raise ConfigError(f"{self.model_name} has no chat template: use generate()")
-        one = len(messages) > 0 and isinstance(messages[0], Mapping)
-        conversations: Sequence[Sequence[Message]] = [messages] if one else messages  # type: ignore[assignment]
+            raise RequestError(f"{self.model_name} has no chat template: use generate()", param="messages")
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+            raise RequestError(
+                f"messages must be a list of messages or a list of such lists, got {shown(messages)}",
+                param="messages",
+            )
+        listed = list(messages)
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         encoded = [
             encode_chat(self.tokenizer, self.chat_template, c, **template_options) for c in conversations
         ]
@@ -94,7 +106,7 @@ class LLM:
 
     def logits(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | np.ndarray,
         pixel_values: np.ndarray | None = None,
         image_grid_thw: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -103,16 +115,11 @@ class LLM:
             raise RequestError(f"{self.model_name} takes no images", param="pixel_values")
         return self._teacher.logits(token_ids)
 
-    def hidden_states(self, token_ids: Sequence[int], layers: Sequence[int]) -> dict[int, np.ndarray]:
+    def hidden_states(
+        self, token_ids: Sequence[int] | np.ndarray, layers: Sequence[int]
+    ) -> dict[int, np.ndarray]:
         """Hidden states, float32 [T, D], by layer: 0 the embeddings, i the output of layer i, the last one normalised."""
         return self._teacher.hidden_states(token_ids, layers)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError(f"{self.model_name} has no tokenizer: give token ids instead of text")
-        return self.tokenizer.encode(prompt)
 
     def _run(
         self,
@@ -123,14 +130,11 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams(**_known_defaults(self.generation_defaults))
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        each = [tokenize_params(p, self.tokenizer) for p in _one_for_each(sampling_params, len(prompts))]
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         done: dict[str, RequestOutput] = {}
         try:
-            for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True):
+            for request_id, prompt, params in zip(ids, prompts, each, strict=True):
                 self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
             while len(done) < len(ids):
                 done |= {out.request_id: out for out in self.engine.step() if out.finished}
@@ -141,6 +145,37 @@ class LLM:
         for request_id, text in zip(ids, texts, strict=True):
             done[request_id].prompt = text
         return [done[request_id] for request_id in ids]
+
+
+def _as_prompts(prompts: object) -> list[str | list[int]]:
+    """One prompt or several as a list of texts and lists of token ids."""
+    to_list = getattr(prompts, "tolist", None)  # arrays
+    items = prompts if to_list is None else to_list()
+    if isinstance(items, str):
+        return [items]
+    if isinstance(items, bytes | Mapping | Set) or not isinstance(items, Iterable):
+        raise RequestError(
+            f"prompts must be a text, a list of token ids, or a list of those, got {shown(prompts)}",
+            param="prompts",
+        )
+    items = list(items)
+    if items and (as_integer(items[0]) is not None or not isinstance(items[0], Iterable)):
+        return [token_ids(items, "prompts")]
+    return [p if isinstance(p, str) else token_ids(p, f"prompts[{i}]") for i, p in enumerate(items)]
+
+
+def _one_for_each(sampling_params: object, count: int) -> list[SamplingParams]:
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    several = list(sampling_params) if isinstance(sampling_params, list | tuple) else None
+    if several is None or not all(isinstance(params, SamplingParams) for params in several):
+        raise RequestError(
+            f"sampling_params must be SamplingParams or a list of them, got {shown(sampling_params)}",
+            param="sampling_params",
+        )
+    if len(several) != count:
+        raise RequestError(f"{count} prompts, but {len(several)} sampling_params", param="sampling_params")
+    return several
 
 
 def _known_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jaxinfer
 from jaxinfer.errors import JaxinferError
@@ -19,6 +22,32 @@ COMMANDS = {
     "run": ("jaxinfer.run:main", "answer a prompt, or a JSONL file of requests"),
     "models": ("jaxinfer.cli:models", "list the presets, or fetch one"),
 }
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, but flags are never abbreviated, and a usage error is one line on stderr and exit code 2.
+
+    Argparse looks for what is required first, so what a command requires is better checked after `parse`: a mistyped
+    flag is then named as such.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            name = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+            known = set(re.findall(r"--[a-z][a-z-]*", self.format_help()))
+            close = difflib.get_close_matches(name, sorted(known), 1, 0.7)
+            self.error(f"unknown argument {name}" + (f", did you mean {close[0]}?" if close else ""))
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        value_missing = re.search(r"(--[a-z-]+): expected one argument", message)
+        if value_missing:
+            message += f" (one that begins with - is written {value_missing[1]}=-…)"
+        self.exit(2, f"error: {message}; see '{self.prog} --help'\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,13 +80,13 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
 
 def models(argv: Sequence[str]) -> int:
     """`jaxinfer models [--json]` lists the presets; `jaxinfer models pull PRESET` fetches one and prints its path."""
-    parser = argparse.ArgumentParser(prog="jaxinfer models", description="List the presets, or fetch one.")
+    parser = ArgumentParser(prog="jaxinfer models", description="List the presets, or fetch one.")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     actions = parser.add_subparsers(dest="action", metavar="pull PRESET")
     pull = actions.add_parser("pull", help="fetch a preset into the cache, check it and print its path")
     files = [p.name for p in presets.list_presets() if p.kind == "file"]
     pull.add_argument("preset", choices=files, metavar="PRESET", help=f"one of: {', '.join(files)}")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
 
     if args.action == "pull":
         print(presets.pull(args.preset))
@@ -74,7 +103,7 @@ def models(argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="jaxinfer",
         usage="jaxinfer [--version] COMMAND ...",
         description=f"LLM inference on JAX.\n\ncommands:\n{listing}",
@@ -82,8 +111,11 @@ def _dispatch(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxinfer {jaxinfer.__version__}")
-    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
-    target, _ = COMMANDS[parser.parse_args(argv[:1]).command]
+    parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    command = parser.parse(argv[:1]).command
+    if command is None:
+        parser.error(f"a command is required: {' or '.join(COMMANDS)}")
+    target, _ = COMMANDS[command]
     return pkgutil.resolve_name(target)(argv[1:])
 
 

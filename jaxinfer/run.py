@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxinfer.batch.engine import tokenizer_of
 from jaxinfer.batch.lines import ByteSource, read_lines
 from jaxinfer.batch.output import OrderedOutput
 from jaxinfer.batch.progress import ProgressDisplay, count_lines
 from jaxinfer.batch.results import plain_answer
 from jaxinfer.batch.runner import MAX_IN_FLIGHT, PLAIN_DEFAULTS, run_batch
-from jaxinfer.cli import guarded
+from jaxinfer.cli import ArgumentParser, guarded
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.errors import ConfigError, JaxinferError
 from jaxinfer.protocol.parse import parse_chat_request, parse_plain_request
@@ -34,6 +33,8 @@ from jaxinfer.protocol.sampling import model_defaults
 
 if TYPE_CHECKING:  # imports JAX: only once the arguments are known to be good
     from jaxinfer.api import LLM
+
+_MOST_SEQS = 64  # computed at once for one prompt, as in EngineConfig
 
 # Flags that are request fields of the same name.
 _REQUEST_FLAGS: dict[str, dict[str, Any]] = {
@@ -45,7 +46,7 @@ _REQUEST_FLAGS: dict[str, dict[str, Any]] = {
     "min_p": {"type": float, "metavar": "X", "help": "drop tokens below this share of the likeliest one"},
     "presence_penalty": {"type": float, "metavar": "X", "help": "-2 to 2"},
     "frequency_penalty": {"type": float, "metavar": "X", "help": "-2 to 2"},
-    "repetition_penalty": {"type": float, "metavar": "X", "help": "above 0; 1 is off"},
+    "repetition_penalty": {"type": float, "metavar": "X", "help": "0.01 to 100; 1 is off"},
     "seed": {"type": int, "metavar": "S", "help": "the same seed gives the same text"},
     "n": {"type": int, "metavar": "N", "help": "completions of each prompt"},
     "stop": {"action": "append", "metavar": "TEXT", "help": "end before this text (may be repeated)"},
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     _check_combination(parser, args)
     flags = {name: getattr(args, name) for name in _REQUEST_FLAGS if getattr(args, name) is not None}
     try:
@@ -72,17 +73,22 @@ def _main(argv: Sequence[str]) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="jaxinfer run",
+        usage="jaxinfer run --model M (--prompt TEXT | --input FILE --output FILE) [options]",
         description="Answer one prompt, or a JSONL file of requests. Greedy, 128 tokens, unless told otherwise.",
         epilog="A line of --input is OpenAI's batch form (custom_id, method, url, body), with OpenAI's defaults, or "
         'plain: {"prompt": …} or {"messages": […]} with sampling fields beside it. Flags are defaults for lines that '
         "do not set them. The same command goes on with an interrupted run; failed lines are kept.",
     )
-    parser.add_argument("--model", required=True, metavar="M", help="a preset, a directory or a .gguf file")
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("--prompt", metavar="TEXT", help="print the model's answer to TEXT")
+    parser.add_argument("--model", metavar="M", help="a preset, a directory, a .gguf file or a hub id")
+    work = parser.add_mutually_exclusive_group()
+    work.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="print the model's answer to TEXT; one that begins with - is written --prompt=-TEXT",
+    )
     work.add_argument(
         "--input", metavar="FILE", help="answer each line of this JSONL file; - is standard input"
     )
@@ -110,7 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_combination(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _check_combination(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    if args.model is None:
+        parser.error("--model is required")
+    if args.prompt is None and args.input is None:
+        parser.error("--prompt or --input is required")
     if args.system is not None and args.raw:
         parser.error("--system and --raw exclude each other: raw text has no turns")
     if args.input is None:
@@ -126,16 +136,18 @@ def _check_combination(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 def _load(args: argparse.Namespace, **options: Any) -> LLM:
     chosen = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs, **options}
-    with _status(f"loading {args.model}"):
+    with _status(f"loading {args.model}", plain=args.input is not None):
         from jaxinfer.api import LLM
 
         return LLM(args.model, dtype=args.dtype, **{k: v for k, v in chosen.items() if v is not None})
 
 
 @contextlib.contextmanager
-def _status(text: str) -> Iterator[None]:
-    """Shows on a terminal that something is going on."""
+def _status(text: str, *, plain: bool) -> Iterator[None]:
+    """Shows that something is going on: a spinner on a terminal; elsewhere, if `plain`, a line."""
     console = Console(stderr=True)
+    if plain and not console.is_terminal:
+        print(text, file=sys.stderr, flush=True)
     with console.status(text) if console.is_terminal else contextlib.nullcontext():
         yield
 
@@ -148,14 +160,20 @@ def _answer_prompt(args: argparse.Namespace, flags: dict[str, Any]) -> int:
 
     start = time.perf_counter()
     # A single answer needs few of the programs that serving needs: compile them as they come.
-    llm = _load(args, warm_up=False, max_num_seqs=args.max_num_seqs or flags.get("n", 1))
+    few = min(flags.get("n", 1), _MOST_SEQS)
+    llm = _load(args, warm_up=False, max_num_seqs=few if args.max_num_seqs is None else args.max_num_seqs)
     loaded = time.perf_counter()
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{llm.model_name} has no tokenizer, so it cannot read --prompt: give it token ids, as a line "
+            '{"prompt": [1, 2, 3]} of an --input file, or from Python'
+        )
     chat = llm.chat_template is not None and not args.raw
     if args.system is not None and not chat:
         raise ConfigError(f"{llm.model_name} has no chat template: leave --system out")
     body = _prompt_body(args, flags, chat=chat)
     request = parse_plain_request(body, {**model_defaults(llm.generation_defaults), **PLAIN_DEFAULTS})
-    tokenizer = tokenizer_of(llm)
     prepared = prepare(
         request, tokenizer, llm.chat_template, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size
     )

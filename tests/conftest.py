@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("network")
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations go unchecked, as they do for users: for tests of what answers a value of the wrong type."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF of the preset smollm2-135m, fetched when this machine does not have it."""

@@ -65,18 +65,22 @@ def test_every_command_has_help(command):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "required: command"),
+        ((), "a command is required: run or models"),
+        (("--fly", "models"), "unknown argument --fly"),
         (("fly",), "invalid choice: 'fly'"),
         (("models", "pull"), "required: PRESET"),
         (("models", "pull", "gpt-5"), "invalid choice: 'gpt-5' (choose from"),
-        (("models", "--yaml"), "unrecognized arguments: --yaml"),
+        (("models", "--yaml"), "unknown argument --yaml"),
+        (("models", "--jso"), "unknown argument --jso, did you mean --json?"),
     ],
 )
 def test_usage_errors_exit_2(args, said):
     done = run(*args)
     assert done.returncode == 2
     assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(" --help'\n")
+    assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import write_byte_tokenizer
 
+from jaxinfer.errors import ConfigError
 from jaxinfer.run import main
 
 ROOT = Path(__file__).parents[1]
@@ -49,26 +50,35 @@ def write_lines(path: Path, items) -> Path:
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "says"),
     [
-        [],
-        ["--model", "m"],
-        ["--prompt", "x"],
-        ["--model", "m", "--prompt", "x", "--input", "f"],
-        ["--model", "m", "--input", "f"],
-        ["--model", "m", "--prompt", "x", "--output", "f"],
-        ["--model", "m", "--prompt", "x", "--raw", "--system", "s"],
-        ["--model", "m", "--input", "f", "--output", "g", "--json"],
-        ["--model", "m", "--input", "f", "--output", "g", "--raw"],
-        ["--model", "m", "--prompt", "x", "--max-tokens", "many"],
-        ["--model", "m", "--prompt", "x", "--dtype", "int3"],
+        ("", "--model is required"),
+        ("--model m", "--prompt or --input is required"),
+        ("--prompt x", "--model is required"),
+        ("--promt x", "unknown argument --promt, did you mean --prompt?"),
+        ("--model m --prompt x --temprature=2", "unknown argument --temprature, did you mean --temperature?"),
+        ("--model m --prompt x --max 3", "unknown argument --max"),
+        ("--model m --prompt x y", "unknown argument y"),
+        ("--model m --prompt -hi", "(one that begins with - is written --prompt=-"),
+        ("--model m --prompt x --input f", "not allowed with argument --prompt"),
+        ("--model m --input f", "--input needs --output"),
+        ("--model m --prompt x --output f", "--output needs --input"),
+        ("--model m --prompt x --raw --system s", "--system and --raw exclude each other"),
+        ("--model m --input f --output g --json", "--json needs --prompt"),
+        ("--model m --input f --output g --raw", "--raw needs --prompt"),
+        ("--model m --prompt x --max-tokens many", "invalid int value: 'many'"),
+        ("--model m --prompt x --dtype int3", "invalid choice: 'int3'"),
     ],
 )
-def test_arguments_that_do_not_go_together(args, capsys):
+def test_a_usage_error_is_one_line(args, says, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(args)
+        main(args.split())
     assert exit_.value.code == 2
-    assert "error:" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.endswith("; see 'jaxinfer run --help'\n")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -100,6 +110,7 @@ def test_what_is_wrong_is_said_in_one_line_before_a_model_is_loaded(
     assert err.count("\n") == 1
     assert out == ""
     assert (tmp_path / "IN").read_text() == '{"prompt": "x"}\n'
+    assert {path.name for path in tmp_path.iterdir()} == {"IN", "THEIRS"}
 
 
 def test_a_usage_error_imports_no_jax():
@@ -114,11 +125,66 @@ def test_a_usage_error_imports_no_jax():
     assert done.returncode == 2
 
 
-def test_an_unknown_model(tmp_path):
-    code, out, err = run("--model", tmp_path / "nothing", "--prompt", "x")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--model", "no-such-model"), "no model 'no-such-model'"),
+        (("--model", ""), "the model name is empty"),
+        (("--model", "tiny-llama", "--max-num-seqs", "0"), "max_num_seqs must be at least 1, got 0"),
+        (("--model", "tiny-llama", "--max-model-len", "0"), "max_model_len must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_and_leaves_no_files(args, says, tmp_path, capsys):
+    source, target = write_lines(tmp_path / "in", [{"prompt": [1]}]), tmp_path / "out"
+    for work in (["--prompt", "x"], ["--input", str(source), "--output", str(target)]):
+        assert main([*args, *work]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        *loading, error = err.splitlines()
+        assert loading == ([f"loading {args[1]}"] if "--input" in work else [])
+        assert error.startswith("error: ")
+        assert says in error
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_model_without_a_tokenizer(tmp_path, capsys):
+    assert main(["--model", "tiny-llama", "--prompt", "hi", "--max-model-len", "64"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: tiny-llama has no tokenizer")
+    assert "--input" in err
     assert err.count("\n") == 1
+
+    body = {"prompt": [[1, 2, 3], [4]], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    source = write_lines(
+        tmp_path / "in",
+        [
+            {"prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True},
+            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body},
+            {"prompt": "text"},
+        ],
+    )
+    target = tmp_path / "out"
+    small = ["--max-model-len", "64", "--max-num-seqs", "2"]
+    assert main(["--model", "tiny-llama", "--input", str(source), "--output", str(target), *small]) == 1
+    plain, openai, text = map(json.loads, target.read_bytes().splitlines())
+    assert (plain["text"], len(plain["token_ids"])) == ("", 3)
+    choices = openai["response"]["body"]["choices"]
+    assert choices[0]["token_ids"] == plain["token_ids"][:2]
+    assert [(c["text"], len(c["token_ids"])) for c in choices] == [("", 2)] * 2
+    assert text["error"]["param"] == "prompt"
+
+
+def test_n_completions_do_not_all_run_at_once(monkeypatch):
+    asked = []
+
+    def load(args, **options):
+        asked.append(options["max_num_seqs"])
+        raise ConfigError("the test needs no model")
+
+    monkeypatch.setattr("jaxinfer.run._load", load)
+    for n in ("1", "3", "1024"):
+        assert main(["--model", "m", "--prompt", "x", "--n", n, "--temperature", "1"]) == 2
+    assert asked == [1, 3, 64]
 
 
 def test_a_prompt(tiny_model):
@@ -179,7 +245,9 @@ def test_a_file_of_good_and_bad_lines(tiny_model, tmp_path):
         "--model", tiny_model, "--input", source, "--output", target, "--max-tokens", 2, *SMALL
     )
     assert (code, out) == (1, "")
-    assert err.startswith("finished: 6/6 lines, 2 failed")
+    loading, *_, last = err.splitlines()
+    assert loading == f"loading {tiny_model}"
+    assert last.startswith("finished: 6/6 lines, 2 failed")
     first, broken, answered, long, scored, short = map(json.loads, target.read_bytes().splitlines())
     assert broken["error"]["code"] == "invalid_json"
     assert long["error"]["code"] == "context_length_exceeded"

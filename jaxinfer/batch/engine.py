@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.batch.lines import BatchLine
 from jaxinfer.engine.request import RequestOutput, SamplingParams
-from jaxinfer.errors import ConfigError
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
@@ -51,15 +50,6 @@ class Model(Protocol):
     def model_name(self) -> str: ...
     @property
     def generation_defaults(self) -> Mapping[str, Any]: ...
-
-
-def tokenizer_of(llm: Model) -> Tokenizer:
-    """Raises ConfigError if the checkpoint has none."""
-    if llm.tokenizer is None:
-        raise ConfigError(
-            f"{llm.model_name} has no tokenizer, so it cannot read or write text; add tokenizer.json to it"
-        )
-    return llm.tokenizer
 
 
 @dataclass(eq=False)

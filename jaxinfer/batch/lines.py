@@ -93,7 +93,9 @@ class LineParser:
             error = RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", code="line_too_long")
             return BatchLine(line.id, line.number, True, error=error)
         try:
-            members = Fields(parse_json(line.data), "the line").members
+            members = parse_json(line.data)
+            if not isinstance(members, dict):
+                raise RequestError(f"the line must be a JSON object, got {describe(members)}")
         except RequestError as error:
             custom_id = _salvage_custom_id(line.data)
             if custom_id is not None:

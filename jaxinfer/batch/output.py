@@ -51,17 +51,21 @@ class OrderedOutput:
         self._next = 0  # place whose result is to be written next
         self._early: dict[int, tuple[int, int]] = {}  # place → (offset, length) in the journal
         self._known: dict[str, tuple[int, int]] = {}  # id → the same, from an earlier run
+        self._finished = False
         self._existing: io.BufferedReader | None = (
             None  # the earlier run's output, until it was compared to its end
         )
         self._path = (
             target if isinstance(target, Path) and (target.is_file() or not target.exists()) else None
         )
+        self._created = self._path is not None and not self._path.exists()
         with contextlib.ExitStack() as stack:
             if isinstance(target, Path):
                 file = stack.enter_context(_open(target, "ab"))
                 if self._path is not None:
                     _lock(file, target)
+                    self._journal_path = self._path.with_name(self._path.name + ".journal")
+                    stack.callback(self._remove_empty, self._path)
                 self._file: ByteSink = file
             else:
                 self._file = target
@@ -74,7 +78,6 @@ class OrderedOutput:
                         f"{self._path} holds something else than results of a batch: {_MOVE_AWAY}"
                     )
                 self._existing.seek(0)
-                self._journal_path = self._path.with_name(self._path.name + ".journal")
                 self._journal = stack.enter_context(_open(self._journal_path, "a+b"))
                 self._read_journal()
             self._files = stack.pop_all()
@@ -114,15 +117,27 @@ class OrderedOutput:
         """
         if self._existing is not None and self._existing.readline():
             raise ConfigError(f"{self._path} has more results than the input has lines: {_MOVE_AWAY}")
+        self._finished = True
         if self._path is not None:
             self._journal_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Closes what it opened. On a stream early results are written first, out of turn, since they would be lost."""
+        """Closes what it opened, and removes files it made that hold nothing, unless that is the whole result.
+
+        On a stream early results are written first, out of turn, since they would be lost.
+        """
         with self._files:
             if self._path is None:
                 for place in sorted(self._early):
                     self._write(self._read(self._early[place]))
+
+    def _remove_empty(self, path: Path) -> None:
+        """A run that could not begin leaves nothing behind. Called while the lock is held."""
+        if _is_empty(self._journal_path):
+            self._journal_path.unlink()
+        holds_results = self._finished or self._early or self._known
+        if self._created and not holds_results and _is_empty(path):
+            path.unlink()
 
     def _claim_written(self, line: InputLine) -> bytes | None:
         if self._path is None or self._existing is None:
@@ -185,10 +200,18 @@ def _open(path: Path, mode: Literal["ab", "a+b"]) -> io.FileIO:
         raise ConfigError(f"cannot write {path}: {e.strerror}") from None
 
 
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == 0
+
+
 def _lock(file: io.FileIO, path: Path) -> None:
+    busy = ConfigError(f"{path} is being written by another run")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{path} is being written by another run") from None
+        raise busy from None
     except OSError:  # a file system without locks
         return
+    # Its last holder may have removed it, empty, since it was opened here.
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise busy

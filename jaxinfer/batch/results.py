@@ -17,7 +17,7 @@ def answer(
     line: BatchLine,
     prepared: PreparedRequest,
     outputs: list[RequestOutput],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     model: str,
     created: int,
@@ -32,6 +32,7 @@ def answer(
         }
     suffix = line.id.removeprefix("batch_req_")
     if prepared.request.endpoint == "chat":
+        assert tokenizer is not None  # prepare has refused it
         body = chat_completion(
             prepared, outputs[0], tokenizer, response_id=f"chatcmpl-{suffix}", created=created, model=model
         )
@@ -47,7 +48,9 @@ def answer(
     }
 
 
-def plain_answer(prepared: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+def plain_answer(
+    prepared: PreparedRequest, output: RequestOutput, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """The plain form of one prompt's completions, without the members that name the line."""
     completions = []
     for completion in output.outputs:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.batch import results
-from jaxinfer.batch.engine import InFlight, Job, Model, tokenizer_of
+from jaxinfer.batch.engine import InFlight, Job, Model
 from jaxinfer.batch.lines import BatchLine, InputLine, LineParser
 from jaxinfer.batch.output import OrderedOutput
 from jaxinfer.errors import RequestError
@@ -57,7 +57,7 @@ def run_batch(
       should_stop: asked before each step; when true the unfinished requests are dropped and `interrupted` is set.
 
     Raises:
-      ConfigError: the output belongs to another input, or the model has no tokenizer.
+      ConfigError: the output belongs to another input.
     """
     return _Run(llm, output, defaults or {}, max_in_flight).run(iter(lines), on_progress, should_stop)
 
@@ -65,7 +65,6 @@ def run_batch(
 class _Run:
     def __init__(self, llm: Model, output: OrderedOutput, defaults: Mapping[str, Any], max_in_flight: int):
         self._llm = llm
-        self._tokenizer = tokenizer_of(llm)
         self._output = output
         own = model_defaults(llm.generation_defaults)
         self._parser = LineParser({**own, **defaults}, {**own, **PLAIN_DEFAULTS, **defaults})
@@ -133,7 +132,7 @@ class _Run:
                 try:
                     prepared = prepare(
                         parsed.request,
-                        self._tokenizer,
+                        llm.tokenizer,
                         llm.chat_template,
                         max_model_len=llm.max_model_len,
                         vocab_size=llm.vocab_size,
@@ -160,7 +159,7 @@ class _Run:
                 job.line,
                 job.prepared,
                 outputs,
-                self._tokenizer,
+                self._llm.tokenizer,
                 model=self._llm.model_name,
                 created=int(time.time()),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxinfer.errors import ConfigError
+from jaxinfer.values import as_integer, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,22 @@ class EngineConfig:
             "page_size",
             "prefill_block",
             "max_waiting",
+            "num_pages",
+            "kv_cache_bytes",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is None and name in ("num_pages", "kv_cache_bytes"):
+                continue
+            number = as_integer(value)
+            if number is None:
+                raise ConfigError(f"{name} must be an integer, got {shown(value)}")
+            if number < 1:
+                raise ConfigError(f"{name} must be at least 1, got {number}")
+            object.__setattr__(self, name, number)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching must be True or False, got {shown(self.enable_prefix_caching)}"
+            )
         if self.prefill_block % self.page_size:
             raise ConfigError(
                 f"prefill_block={self.prefill_block} must be a multiple of page_size={self.page_size}: a block fills whole pages"

@@ -22,7 +22,7 @@ class StepArrays:
       ints: for `forward`, laid out by ForwardLayout.
       sampled: the sequences that get a token, in the order of the rows.
       chunk_starts: index of each prefill chunk's first token among the T tokens.
-      row_ints [S, 5], row_floats [S, 6]: for `sample`; rows past `sampled` are padding.
+      rows: for `sample`, int32 [S, 11], ROW_INTS then the bits of ROW_FLOATS; rows past `sampled` are padding.
       full: some row needs penalties, biases or log-probabilities.
     """
 
@@ -30,8 +30,7 @@ class StepArrays:
     ints: np.ndarray
     sampled: list[Sequence]
     chunk_starts: list[int]
-    row_ints: np.ndarray
-    row_floats: np.ndarray
+    rows: np.ndarray
     full: bool
 
 
@@ -43,16 +42,16 @@ class BatchBuilder:
         self._buckets = buckets
         self._groups, self._width = groups, table_width
         self._tables = np.zeros((groups, num_slots, table_width), np.int32)
-        self._row_ints = np.zeros((num_slots, len(ROW_INTS)), np.int32)
-        self._row_ints[:, 0] = np.arange(num_slots)
-        self._row_floats = np.zeros((num_slots, len(ROW_FLOATS)), np.float32)
+        self._rows = np.zeros((num_slots, len(ROW_INTS) + len(ROW_FLOATS)), np.int32)
+        self._rows[:, 0] = np.arange(num_slots)
+        self._row_floats = self._rows[:, len(ROW_INTS) :].view(np.float32)
         self._full = np.zeros(num_slots, bool)
         self._padding = num_slots - 1
 
     def set_row(self, slot: int, params: SamplingParams, seed: int, *, full: bool) -> None:
         """Gives a slot to a sequence with these parameters; seed is any 64-bit integer."""
         low, high = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
-        self._row_ints[slot, 1:_POSITION] = params.top_k, low, high
+        self._rows[slot, 1:_POSITION] = params.top_k, low, high
         self._row_floats[slot] = [getattr(params, name) for name in ROW_FLOATS]
         self._full[slot] = full
 
@@ -100,14 +99,13 @@ class BatchBuilder:
         samples[: len(rows)] = rows
 
         padded = slots + [self._padding] * (bucket.samples - len(slots))
-        row_ints = self._row_ints[padded]
-        row_ints[: len(lens), _POSITION] = lens
+        sample_rows = self._rows[padded]
+        sample_rows[: len(lens), _POSITION] = lens
         return StepArrays(
             bucket=bucket,
             ints=ints,
             sampled=sampled,
             chunk_starts=chunk_starts,
-            row_ints=row_ints,
-            row_floats=self._row_floats[padded],
+            rows=sample_rows,
             full=bool(self._full[slots].any()),
         )

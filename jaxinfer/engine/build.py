@@ -70,13 +70,18 @@ def build_engine(
     family = family_for(checkpoint.config)
     config = family.config_from_hf(checkpoint.config)
     served = serving_dtype(dtype, checkpoint.stored_dtype)
+    if not isinstance(warm_up, bool):
+        raise ConfigError(f"warm_up must be True or False, got {warm_up!r}")
     limit = config.max_model_len
-    if max_model_len is not None and max_model_len > limit:
+    engine_config = engine_config_for(limit if max_model_len is None else max_model_len, options)
+    if engine_config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds the {limit} positions this model was made for"
         )
-    engine_config = engine_config_for(config, max_model_len or limit, options)
-    module = family.model(config, dtype=served, max_len=engine_config.max_model_len)
+    # CPUs multiply in float32, so hidden states may as well keep its bits: the C++ kernels take them so.
+    widen = compat.platform() == "cpu" and native.available()
+    compute = jnp.dtype(jnp.float32) if widen else served
+    module = family.model(config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len)
     params = load_params(module, checkpoint)
 
     spec = cache_spec(module, config, engine_config, served)
@@ -91,8 +96,8 @@ def build_engine(
         prefix_caching=engine_config.enable_prefix_caching,
     )
     # XLA's own bfloat16 products of fewer than 8 rows are naive loops on CPU.
-    thin = compat.platform() == "cpu" and served == jnp.bfloat16 and not native.available()
-    buckets = BucketTable(engine_config, min_decode=8 if thin else 1)
+    thin = compat.platform() == "cpu" and served == jnp.bfloat16 and not widen
+    buckets = BucketTable(engine_config, min_rows=8 if thin else 2)
     width = -(-engine_config.max_model_len // engine_config.page_size)
     num_slots = engine_config.max_num_seqs + 1
     programs = StepPrograms(
@@ -123,7 +128,7 @@ def serving_dtype(asked: str | None, stored: str) -> Any:
     return jnp.dtype(name)
 
 
-def engine_config_for(config: ModelConfig, max_model_len: int, options: Mapping[str, Any]) -> EngineConfig:
+def engine_config_for(max_model_len: int, options: Mapping[str, Any]) -> EngineConfig:
     """EngineConfig from user options; an unknown one is an error that lists the known."""
     known = {f.name for f in dataclasses.fields(EngineConfig)}
     unknown = sorted(set(options) - known)

@@ -18,7 +18,13 @@ from jaxinfer.config.engine import EngineConfig
 from jaxinfer.engine.batch import BatchBuilder, StepArrays
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
-from jaxinfer.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
+from jaxinfer.engine.request import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+    check_request,
+)
 from jaxinfer.engine.rules import TokenRules, penalty_counts, uses_penalties
 from jaxinfer.engine.runner import Dispatched, ModelRunner
 from jaxinfer.engine.sampling import Logprobs
@@ -109,6 +115,7 @@ class Engine:
           RequestError: it can never be served as it is; the message says why.
           OverloadError: too many requests are waiting.
         """
+        prompt_token_ids = check_request(prompt_token_ids, priority, cache_salt)
         if request_id in self._requests:
             raise RequestError(
                 f"request id {request_id!r} is in use by an unfinished request", param="request_id"

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxinfer.errors import RequestError
+from jaxinfer.values import as_integer, as_number, shown
 
 FinishReason = str  # "stop" | "length" | "abort" | "error"
 
 _MAX_STOP_STRINGS = 16
 _MAX_LOGPROBS = 20
-_SEED_RANGE = (-(2**63), 2**63 - 1)
+_INT64 = (-(2**63), 2**63 - 1)
+_MAX_TOP_K = 2**31 - 1  # the device counts in 32 bits; no vocabulary is larger
+_GREEDY_BELOW = 1e-5  # temperatures: vLLM's bounds
+_MIN_TEMPERATURE = 0.01
+
+# Field: lowest and highest value.
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (1, None),
+    "n": (1, 1024),
+    "top_k": (-1, None),
+    "seed": _INT64,
+    "min_tokens": (0, None),
+    "logprobs": (0, _MAX_LOGPROBS),
+    "prompt_logprobs": (0, _MAX_LOGPROBS),
+}
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+_BOOLEANS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,18 +46,18 @@ class SamplingParams:
     """How to turn logits into tokens, and when to stop.
 
     Ranges follow vLLM's (see docs/sampling.md). Construction checks everything that can be checked
-    without a model; `check_vocab` checks token ids against a vocabulary.
+    without a model, and keeps Python's own numbers and tuples; `check_vocab` checks token ids against a vocabulary.
 
     Attributes:
       max_tokens: most tokens to generate (>= 1); None: up to the context limit.
       n: completions per prompt.
-      temperature: 0 is greedy; else in (0, 2].
+      temperature: 0 is greedy; else in (0, 2]. Below 1e-5 it becomes 0, else below 0.01 it becomes 0.01.
       top_p: keep the smallest set of tokens with this probability, in (0, 1].
       top_k: keep the k most likely tokens; 0 or -1 keeps all.
       min_p: drop tokens less likely than min_p times the most likely, in [0, 1].
       presence_penalty, frequency_penalty: in [-2, 2], over generated tokens only (as OpenAI's).
-      repetition_penalty: > 0; over prompt and generated tokens (as in CTRL, arXiv:1909.05858).
-      logit_bias: added to the logits of these token ids.
+      repetition_penalty: in [0.01, 100], 1 is off; over prompt and generated tokens (as in CTRL, arXiv:1909.05858).
+      logit_bias: in [-100, 100], added to the logits of these token ids.
       seed: same seed, prompt and parameters give the same tokens, whatever runs beside them.
       stop: a string or several that end the text; cut from it unless include_stop_str_in_output.
       stop_token_ids: token ids that end the text, beside the model's own end-of-sequence ids.
@@ -40,7 +65,9 @@ class SamplingParams:
       min_tokens: end-of-sequence and stop token ids are masked until this many tokens are out.
       logprobs: report the log-probability of each chosen token and this many of the most likely (0..20).
       prompt_logprobs: the same for every prompt token after the first; such a request reads no prefix cache.
-      bad_words_ids: token sequences that must not be generated.
+      bad_words: texts that must not be generated. The engine knows token ids alone: `LLM.generate`, `LLM.chat` and
+        the protocol turn them into bad_words_ids (jaxinfer.protocol.text_params).
+      bad_words_ids: the same as token sequences.
       allowed_token_ids: when given, nothing else is generated.
       skip_special_tokens: leave control tokens out of the text.
       include_stop_str_in_output: keep the stop string in the text.
@@ -63,61 +90,65 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "bad_words_ids", tuple(tuple(w) for w in self.bad_words_ids))
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _MAY_BE_NONE:
+                keep(name, _integer(name, value, low, high))
+        for name, (low, high) in _NUMBERS.items():
+            keep(name, _number(name, getattr(self, name), low, high, open_low=name == "top_p"))
+        for name in _BOOLEANS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name} must be True or False, got {shown(getattr(self, name))}", param=name
+                )
+        keep("stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        keep("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.logit_bias is not None:
+            keep("logit_bias", _biases(self.logit_bias))
+        keep("bad_words", _texts("bad_words", self.bad_words))
+        words = _members("bad_words_ids", self.bad_words_ids, "lists of token ids")
+        keep("bad_words_ids", tuple(_ids("bad_words_ids", word) for word in words))
+        if self.allowed_token_ids is not None:
+            keep("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        self._check_together()
+
+        keep("top_k", min(max(self.top_k, 0), _MAX_TOP_K))
+        if self.seed == -1:
+            keep("seed", None)
+        if self.temperature < _GREEDY_BELOW:
+            keep("temperature", 0.0)
+        elif self.temperature < _MIN_TEMPERATURE:
+            keep("temperature", _MIN_TEMPERATURE)
+
+    def _check_together(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("n", self.n, 1, 1024)
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        if self.seed is not None:
-            _integer("seed", self.seed, *_SEED_RANGE)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, _MAX_LOGPROBS)
+            _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         if len(self.stop) > _MAX_STOP_STRINGS:
             raise RequestError(
                 f"at most {_MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop"
             )
-        for s in self.stop:
-            if not isinstance(s, str) or not s:
-                raise RequestError(f"stop strings must be non-empty text, got {s!r}", param="stop")
-        for i in self.stop_token_ids:
-            _integer("stop_token_ids", i, 0)
-        for key, value in (self.logit_bias or {}).items():
-            _integer("logit_bias", key, 0)
-            _number("logit_bias", value, -100.0, 100.0)
+        if not all(self.stop):
+            raise RequestError("stop strings must be non-empty text, got ''", param="stop")
+        if not all(word.strip() for word in self.bad_words):
+            raise RequestError("bad_words must not hold blank words", param="bad_words")
+        if not all(self.bad_words_ids):
+            raise RequestError("bad_words_ids must not hold empty words", param="bad_words_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
-        for word in self.bad_words_ids:
-            if not word:
-                raise RequestError("bad words must not be empty", param="bad_words")
-        if self.temperature == 0 and self.n > 1:
+        if self.temperature < _GREEDY_BELOW and self.n > 1:
             raise RequestError(
-                f"n={self.n} needs sampling, but temperature is 0 (greedy): every completion would be the same; "
-                "raise temperature or set n=1",
+                f"n={self.n} needs sampling, but temperature is {self.temperature:g} (greedy): every completion would "
+                "be the same; raise temperature or set n=1",
                 param="n",
             )
 
@@ -126,12 +157,17 @@ class SamplingParams:
         return self.temperature == 0
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises RequestError if any token id named here is outside [0, vocab_size)."""
+        """Raises RequestError if any token id named here is outside [0, vocab_size), or bad_words are still text."""
+        if self.bad_words:
+            raise RequestError(
+                "bad_words must be turned into token ids before the engine: give bad_words_ids",
+                param="bad_words",
+            )
         named = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
-            "bad_words": [i for word in self.bad_words_ids for i in word],
+            "bad_words_ids": [i for word in self.bad_words_ids for i in word],
         }
         for param, ids in named.items():
             for i in ids:
@@ -183,20 +219,108 @@ class RequestOutput:
     error: str | None = None  # why, when a finish_reason is "error"
 
 
-def _number(name: str, value, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
-    if value < low or value > high or (open_low and value == low):
-        upper = "" if high == math.inf else f", {high:g}]"
-        wanted = (
-            f"> {low:g}" if high == math.inf and open_low else f"in {'(' if open_low else '['}{low:g}{upper}"
-        )
-        raise RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+def token_ids(value: object, param: str = "prompt") -> list[int]:
+    """A list of token ids as Python's integers, from any flat sequence or array of integers.
+
+    Raises:
+      RequestError: it is something else; `param` names it.
+    """
+    to_list = getattr(value, "tolist", None)
+    items = value if to_list is None else to_list()
+    if isinstance(items, str | bytes | Mapping | Set) or not isinstance(items, Iterable):
+        raise RequestError(f"{param} must be a list of token ids, got {shown(value)}", param=param)
+    ids = list(items)
+    if set(map(type, ids)) <= {int}:  # nearly always, and faster than a look at each
+        return ids
+    return [_id(param, i) for i in ids]
 
 
-def _integer(name: str, value, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
-    if value < low or (high is not None and value > high):
+def check_request(prompt_token_ids: object, priority: object, cache_salt: object) -> list[int]:
+    """Checks what a request is made of beside its SamplingParams; returns the prompt as Python's integers.
+
+    Raises:
+      RequestError: a prompt that is no list of integers, a priority that is no 64-bit integer, or a cache_salt that is
+        neither None nor a text of at least one character that UTF-8 can carry.
+    """
+    ids = token_ids(prompt_token_ids)
+    _integer("priority", priority, *_INT64)
+    if cache_salt is not None:
+        if not isinstance(cache_salt, str) or not cache_salt:
+            raise RequestError(
+                f"cache_salt must be a non-empty text or None, got {shown(cache_salt)}", param="cache_salt"
+            )
+        _check_unicode("cache_salt", cache_salt)
+    return ids
+
+
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    number = as_number(value)
+    if number is None:
+        raise RequestError(f"{name} must be a finite number, got {shown(value)}", param=name)
+    if number < low or number > high or (open_low and number == low):
+        wanted = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+        raise RequestError(f"{name} must be {wanted}, got {shown(value)}", param=name)
+    return number
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    number = as_integer(value)
+    if number is None:
+        raise RequestError(f"{name} must be an integer, got {shown(value)}", param=name)
+    if number < low or (high is not None and number > high):
         wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {wanted}, got {value}", param=name)
+        raise RequestError(f"{name} must be {wanted}, got {shown(value)}", param=name)
+    return number
+
+
+def _id(name: str, value: object) -> int:
+    number = as_integer(value)
+    if number is None:
+        raise RequestError(f"{name} must hold token ids (integers), got {shown(value)}", param=name)
+    return number
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    ids = tuple(_id(name, i) for i in _members(name, value, "a list of token ids"))
+    if ids and min(ids) < 0:
+        raise RequestError(f"{name} must hold token ids of at least 0, got {min(ids)}", param=name)
+    return ids
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = _members(name, value, "a list of texts")
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"{name} must hold texts, got {shown(text)}", param=name)
+        _check_unicode(name, text)
+    return texts
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"logit_bias must map token ids to numbers, got {shown(value)}", param="logit_bias"
+        )
+    _ids("logit_bias", value.keys())
+    return {_id("logit_bias", i): _number("logit_bias", bias, -100.0, 100.0) for i, bias in value.items()}
+
+
+def _members(name: str, value: object, wanted: str) -> tuple[Any, ...]:
+    """The members of a list or of anything that can be gone through like one; None is empty."""
+    if value is None:
+        return ()
+    if not isinstance(value, str | bytes | Mapping) and isinstance(value, Iterable):
+        try:
+            return tuple(value)
+        except TypeError:  # an array without dimensions
+            pass
+    raise RequestError(f"{name} must be {wanted}, got {shown(value)}", param=name)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{name} holds half of a surrogate pair, which is no character: {shown(text)}", param=name
+        ) from None

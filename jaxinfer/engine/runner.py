@@ -60,8 +60,7 @@ class ModelRunner:
             self._head,
             rows,
             self._last_tokens,
-            arrays.row_ints,
-            arrays.row_floats,
+            arrays.rows,
             self._flags[logprobs],
             state,
         )

@@ -4,8 +4,8 @@ A step is two programs. `forward` runs the model over the step's tokens and writ
 the hidden states of the rows that need a token into tokens. Their shape tables add up instead of multiplying, and a
 prefill chunk that does not reach the end of its prompt needs no second program. `score` is for prompt log-probabilities.
 
-Host and device exchange one int32 array for `forward` (see `ForwardLayout`), and one int32 and one float32 array for
-`sample`: every further argument costs time in each step.
+The host gives each program one int32 array (`ForwardLayout`; for `sample`, a row of integers and of floats' bits for each
+token): every further argument costs time in each step.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StepPrograms:
         return self._get(("forward", bucket), lambda: self._lower_forward(bucket))
 
     def sample(self, count: int, full: bool):
-        """(head params, hidden [S, D], last_tokens, ints [S, 5], floats [S, 6], want_logprobs, state | None) ->
+        """(head params, hidden [S, D], last_tokens, rows [S, 11], want_logprobs, state | None) ->
         (tokens [S], last_tokens, Logprobs | None, state | None).
 
         full: penalties, biases and log-probabilities, which need the state. last_tokens and state are donated.
@@ -178,12 +178,13 @@ class StepPrograms:
             head_params,
             hidden: Float[Array, "S D"],
             last_tokens: Int[Array, " slots"],
-            ints: Int[Array, "S 5"],
-            floats: Float[Array, "S 6"],
+            row_bits: Int[Array, "S 11"],
             want_logprobs: Bool[Array, ""],
             state: SamplerState | None,
         ):
             head = nnx.merge(self._head_graph, jax.tree.unflatten(self._head_treedef, head_params))
+            ints, floats = row_bits[:, : len(ROW_INTS)], row_bits[:, len(ROW_INTS) :]
+            floats = jax.lax.bitcast_convert_type(floats, jnp.float32)
             named = {name: ints[:, i] for i, name in enumerate(ROW_INTS)}
             named |= {name: floats[:, i] for i, name in enumerate(ROW_FLOATS)}
             seed = jnp.stack([named.pop("seed_low"), named.pop("seed_high")], axis=1)
@@ -199,12 +200,11 @@ class StepPrograms:
             scores = jax.lax.cond(want_logprobs, logprobs_of, lambda *_: nothing, logits, tokens)
             return tokens, last_tokens, scores, state
 
-        return jax.jit(run, donate_argnums=(2, 6)).lower(
+        return jax.jit(run, donate_argnums=(2, 5)).lower(
             self.head_params(self._param_shapes),
             jax.ShapeDtypeStruct((count, self.hidden_size), self._dtype),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
-            jax.ShapeDtypeStruct((count, len(ROW_INTS)), jnp.int32),
-            jax.ShapeDtypeStruct((count, len(ROW_FLOATS)), jnp.float32),
+            jax.ShapeDtypeStruct((count, len(ROW_INTS) + len(ROW_FLOATS)), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.bool_),
             self.state_shape() if full else None,
         )

@@ -6,7 +6,7 @@ Runs in prefill blocks over a cache of its own, compiled for each length bucket 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfer.engine.request import token_ids as read_ids
 from jaxinfer.errors import RequestError
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
+from jaxinfer.values import as_integer, shown
 
 _LENGTH_STEP = 128  # lengths are padded to a multiple of this many tokens
 
@@ -47,34 +49,52 @@ class TeacherForcing:
 
         self._run = run
 
-    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Next-token logits of every position, float32 [T, V]."""
-        logits, _, _ = self._call(token_ids, (), want_logits=True)
-        assert logits is not None
-        return np.asarray(logits)[: len(token_ids)]
+    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Next-token logits of every position, float32 [T, V].
 
-    def hidden_states(self, token_ids: Sequence[int], layers: Sequence[int]) -> dict[int, np.ndarray]:
+        Raises RequestError for token ids that are none of the model's, and for none or too many of them.
+        """
+        ids = self._checked(token_ids)
+        logits, _, _ = self._call(ids, (), want_logits=True)
+        assert logits is not None
+        return np.asarray(logits)[: len(ids)]
+
+    def hidden_states(
+        self, token_ids: Sequence[int] | np.ndarray, layers: Sequence[int]
+    ) -> dict[int, np.ndarray]:
         """Hidden states, float32 [T, D], by layer: 0 the embeddings, i the output of layer i, the last one normalised.
 
-        Negative numbers count from the end, as in Hugging Face's `hidden_states`.
+        Negative numbers count from the end, as in Hugging Face's `hidden_states`. Raises RequestError as `logits`
+        does, and for a layer that the model does not have.
         """
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise RequestError(f"layers must be a list of layer numbers, got {shown(layers)}", param="layers")
         count = self._num_layers + 1
+        asked: list[int] = []
         for layer in layers:
-            if not -count <= layer < count:
+            number = as_integer(layer)
+            if number is None or not -count <= number < count:
                 raise RequestError(
-                    f"layer {layer} does not exist: this model has 0 to {count - 1}", param="layers"
+                    f"layer {shown(layer)} does not exist: this model has 0 to {count - 1}", param="layers"
                 )
-        wanted = tuple(layer % count for layer in layers)
-        _, states, _ = self._call(token_ids, wanted, want_logits=False)
-        return {layer: np.asarray(s)[: len(token_ids)] for layer, s in zip(layers, states, strict=True)}
+            asked.append(number)
+        ids = self._checked(token_ids)
+        _, states, _ = self._call(ids, tuple(layer % count for layer in asked), want_logits=False)
+        return {layer: np.asarray(s)[: len(ids)] for layer, s in zip(asked, states, strict=True)}
 
-    def _call(self, token_ids: Sequence[int], layers: tuple[int, ...], *, want_logits: bool):
-        length = len(token_ids)
-        if not 0 < length <= self._max_len:
-            raise RequestError(f"{length} tokens do not fit: 1 to {self._max_len} do", param="token_ids")
-        ids = np.asarray(token_ids, np.int32)
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise RequestError(f"token ids must lie in [0, {self._vocab_size})", param="token_ids")
+    def _checked(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
+        ids = read_ids(token_ids, "token_ids")
+        if not 0 < len(ids) <= self._max_len:
+            raise RequestError(f"{len(ids)} tokens do not fit: 1 to {self._max_len} do", param="token_ids")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise RequestError(
+                f"token id {bad} is outside the vocabulary of {self._vocab_size}", param="token_ids"
+            )
+        return ids
+
+    def _call(self, ids: list[int], layers: tuple[int, ...], *, want_logits: bool):
+        length = len(ids)
         # One block holds the whole sequence; its pages are 1, 2, 3, ... of a cache made for this call.
         page = self._spec.page_size
         block = -(-length // _LENGTH_STEP) * _LENGTH_STEP

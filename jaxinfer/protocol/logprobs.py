@@ -1,6 +1,7 @@
 """Log-probabilities in OpenAI's two shapes, and vLLM's prompt_logprobs.
 
 JSON has no infinities: a log-probability below -9999 (a token that was masked) is shown as -9999, as vLLM does.
+Where the model has no tokenizer a token is spelled "token_id:5", vLLM's way of showing ids in place of text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[TokenLogprob | None],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     text_length: int,
     skip_special_tokens: bool,
@@ -48,7 +49,7 @@ def completion_logprobs(
     """
     offsets = text_offsets(token_ids, tokenizer, skip_special_tokens, prompt_ids)
     return {
-        "tokens": [tokenizer.token_text(i) for i in token_ids],
+        "tokens": [_token_text(i, tokenizer) for i in token_ids],
         "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
         "top_logprobs": [None if e is None else _by_text(e, tokenizer) for e in entries],
         "text_offset": [min(offset, text_length) for offset in offsets],
@@ -56,7 +57,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+    entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
 ) -> list[dict[str, Any] | None]:
     """vLLM's shape: for each prompt token null or `{id: {logprob, rank, decoded_token}}`.
 
@@ -74,7 +75,11 @@ def prompt_logprobs(
             ranked.append((entry.token_id, entry.logprob, None))
         shown.append(
             {
-                str(i): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(i)}
+                str(i): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": _token_text(i, tokenizer),
+                }
                 for i, logprob, rank in ranked
             }
         )
@@ -82,12 +87,17 @@ def prompt_logprobs(
 
 
 def text_offsets(
-    token_ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    token_ids: Sequence[int],
+    tokenizer: Tokenizer | None,
+    skip_special_tokens: bool,
+    prompt_ids: Sequence[int] = (),
 ) -> list[int]:
-    """Where each token starts in the text decoded after `prompt_ids`, in characters.
+    """Where each token starts in the text decoded after `prompt_ids`, in characters; 0 without a tokenizer.
 
     A token that only goes on with a character begun by the one before it starts where that character does.
     """
+    if tokenizer is None:
+        return [0] * len(token_ids)
     pieces = tokenizer.piece_table(skip_special_tokens)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets: list[int] = []
@@ -112,12 +122,16 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
     }
 
 
-def _by_text(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[str, float]:
+def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:
     """Most likely first, the chosen token always among them; of two tokens with one spelling the likelier stays."""
     shown: dict[str, float] = {}
     for token_id, logprob in [*entry.top, (entry.token_id, entry.logprob)]:
-        shown.setdefault(tokenizer.token_text(token_id), _finite(logprob))
+        shown.setdefault(_token_text(token_id, tokenizer), _finite(logprob))
     return shown
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def _finite(logprob: float) -> float:

@@ -107,11 +107,7 @@ def _read_common(fields: Fields) -> dict[str, Any]:
     if fields.has("stream_options") and not stream:
         raise fields.error("stream_options", "needs stream: true")
     options = Fields(fields.object("stream_options"), "stream_options")
-    bad_words = fields.strings("bad_words")
-    if not all(word.strip() for word in bad_words):
-        raise fields.error("bad_words", "must not hold blank words")
     return {
-        "bad_words": bad_words,
         "stream": stream,
         "include_usage": options.boolean("include_usage"),
         "continuous_usage_stats": options.boolean("continuous_usage_stats"),
@@ -198,6 +194,8 @@ def _check_message(fields: Fields) -> None:
     calls = fields.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(c, dict) for c in calls)):
         raise fields.error("tool_calls", "must be an array of objects")
+    if "content" not in fields.members and not calls:
+        raise fields.error("content", "is missing")
 
 
 def _check_part(fields: Fields) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
+from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.text.chat import ChatTemplate, encode_chat
 from jaxinfer.text.tokenizer import Tokenizer
-
-_MAX_BAD_WORDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class PreparedRequest:
 
 def prepare(
     request: GenerationRequest,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     *,
     max_model_len: int,
@@ -42,20 +41,26 @@ def prepare(
     """Tokenises and checks a request against the model.
 
     Args:
+      tokenizer: None for a model that has none: then the prompts must be token ids, and nothing may ask for text.
       max_model_len: prompt and generation together, tokens; a prompt of P tokens fits when P + 1 <= max_model_len.
       safe: text of users, tools and documents in a chat never becomes a control token; off by default, as elsewhere.
 
     Raises:
       RequestError: an empty or too long prompt (code "context_length_exceeded"), a token id outside the vocabulary,
-        no chat template, or the template's own refusal.
+        no tokenizer or chat template where one is needed, or the template's own refusal.
     """
-    params = request.sampling.replace(bad_words_ids=_bad_word_ids(request.bad_words, tokenizer))
+    params = tokenize_params(request.sampling, tokenizer)
     params.check_vocab(vocab_size)
+    if request.echo and tokenizer is None:
+        raise RequestError(
+            "echo needs a tokenizer, and this model has none: remove it, or ask for prompt_logprobs",
+            param="echo",
+        )
     if request.chat is not None:
         prompts = (Prompt(_chat_ids(request.chat, tokenizer, template, safe)),)
     else:
         prompts = tuple(
-            Prompt(tokenizer.encode(p, add_special_tokens=request.add_special_tokens), p)
+            Prompt(encode_text(p, tokenizer, add_special_tokens=request.add_special_tokens), p)
             if isinstance(p, str)
             else Prompt(list(p))
             for p in request.prompts
@@ -66,7 +71,22 @@ def prepare(
     return PreparedRequest(request, prompts, params)
 
 
-def _chat_ids(chat: ChatPrompt, tokenizer: Tokenizer, template: ChatTemplate | None, safe: bool) -> list[int]:
+def encode_text(text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt. Raises RequestError when there is no tokenizer."""
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer: give token ids instead of text, such as [1, 2, 3]", param="prompt"
+        )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _chat_ids(
+    chat: ChatPrompt, tokenizer: Tokenizer | None, template: ChatTemplate | None, safe: bool
+) -> list[int]:
+    if tokenizer is None:
+        raise RequestError(
+            "this model has no tokenizer, so it cannot chat: give token ids as prompt", param="messages"
+        )
     if template is None:
         raise RequestError(
             "this model has no chat template: send a prompt to /v1/completions instead", param="messages"
@@ -88,7 +108,7 @@ def _check_ids(
 ) -> None:
     if not ids:
         raise RequestError(
-            f"{field} has no tokens, and this tokenizer adds no BOS: send at least one token", param=field
+            f"{field} has no tokens, and this model adds no BOS: send at least one token", param=field
         )
     if len(ids) + 1 > max_model_len:
         wanted = "no limit" if params.max_tokens is None else f"{params.max_tokens} tokens"
@@ -103,18 +123,3 @@ def _check_ids(
             raise RequestError(
                 f"{field}: token id {i} is outside the vocabulary of {vocab_size}", param=field
             )
-
-
-def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word, at the start of a text and after a space."""
-    sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word.strip(), " " + word.strip()):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if ids:
-                sequences[ids] = None
-    if len(sequences) > _MAX_BAD_WORDS:
-        raise RequestError(
-            f"at most {_MAX_BAD_WORDS} bad words after tokenisation, got {len(sequences)}", param="bad_words"
-        )
-    return tuple(sequences)

@@ -36,7 +36,6 @@ class GenerationRequest:
       prompts: texts or token ids, one engine request each ("completions").
       chat: the conversation ("chat").
       sampling: checked but for what needs the model: see jaxinfer.protocol.prompt.prepare.
-      bad_words: texts that must not be generated, still to be tokenised.
       add_special_tokens: let the tokenizer add its own BOS to text prompts.
       echo: put the prompt before the completion, in text and logprobs.
       stream, include_usage, continuous_usage_stats: the shape of the answer, for the server.
@@ -51,7 +50,6 @@ class GenerationRequest:
     sampling: SamplingParams
     prompts: tuple[str | tuple[int, ...], ...] = ()
     chat: ChatPrompt | None = None
-    bad_words: tuple[str, ...] = ()
     add_special_tokens: bool = True
     echo: bool = False
     stream: bool = False

@@ -39,13 +39,16 @@ def chat_completion(
 def text_completion(
     prepared: PreparedRequest,
     outputs: Sequence[RequestOutput],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     response_id: str,
     created: int,
     model: str,
 ) -> dict[str, Any]:
-    """A `text_completion` object; the choices of prompt i have indices i*n to i*n + n-1."""
+    """A `text_completion` object; the choices of prompt i have indices i*n to i*n + n-1.
+
+    Without a tokenizer texts are empty, and the choices have token ids whether or not the request asks for them.
+    """
     n = prepared.params.n
     choices = [
         completion_choice(prepared, prompt, output, completion, tokenizer, index=i * n + completion.index)
@@ -67,7 +70,7 @@ def completion_choice(
     prompt: Prompt,
     output: RequestOutput,
     completion: CompletionOutput,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     index: int,
 ) -> dict[str, Any]:
@@ -76,6 +79,7 @@ def completion_choice(
     text, token_ids = completion.text, completion.token_ids
     entries = completion.logprobs
     if prepared.request.echo:
+        assert tokenizer is not None  # prepare has refused it
         shown = (
             tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
             if prompt.text is None
@@ -103,7 +107,7 @@ def completion_choice(
         )
     if _wants_prompt_logprobs(prepared, output):
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokenizer)
-    if prepared.request.return_token_ids:
+    if prepared.request.return_token_ids or tokenizer is None:
         choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
     return choice
 

@@ -60,7 +60,7 @@ def read_sampling(fields: Fields, endpoint: Endpoint, *, echo: bool = False) -> 
     """Builds SamplingParams from a body to which defaults were already applied.
 
     OpenAI's defaults fill the rest: temperature and top_p 1; max_tokens 16 for completions, up to the context for
-    chat. With `echo` and logprobs the prompt's log-probabilities are computed too. `bad_words` stay text: see prepare.
+    chat. With `echo` and logprobs the prompt's log-probabilities are computed too.
 
     Raises:
       RequestError: naming the field.
@@ -96,6 +96,7 @@ def read_sampling(fields: Fields, endpoint: Endpoint, *, echo: bool = False) -> 
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        bad_words=fields.strings("bad_words"),
         allowed_token_ids=fields.integers("allowed_token_ids"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),

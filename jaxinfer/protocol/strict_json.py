@@ -41,7 +41,8 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise RequestError("JSON is nested too deeply", code="invalid_json") from None
     except json.JSONDecodeError as e:
-        raise RequestError(f"not JSON: {e.msg} at character {e.pos}", code="invalid_json") from None
+        problem = e.msg.removesuffix(" at")  # "Unterminated string starting at"
+        raise RequestError(f"not JSON: {problem} at character {e.pos}", code="invalid_json") from None
     except ValueError as e:  # an integer of thousands of digits
         raise RequestError(f"not JSON: {str(e).split(';')[0]}", code="invalid_json") from None
     return value

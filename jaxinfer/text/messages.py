@@ -41,6 +41,8 @@ def _normalize(message: Any, index: int, source: str) -> dict[str, Any]:
         refuse(f"{where}.role {role!r} is unknown; use one of {', '.join(sorted(_ROLES))}")
     if role == "developer" and not _quoted("developer", source):
         role = "system"
+    if "content" not in message and not message.get("tool_calls"):
+        refuse(f"{where}.content is missing")
     out = {**message, "role": role, "content": _text(message.get("content"), where)}
     calls = out.pop("tool_calls", None)
     if calls:  # null or [] would look like a call to a template's `is defined`

@@ -41,6 +41,9 @@ class GGUFCheckpoint(Checkpoint):
         self.path = path
         index = read_index(path)
         self.metadata = index.metadata
+        arch = self.metadata.get("general.architecture")
+        if arch != "llama":
+            raise CheckpointError(f"{path}: GGUF architecture {arch!r} is not supported; known: llama")
         self._all = index.tensors
         self._tensors = {
             _hub_name(name, path): place for name, place in self._all.items() if name != _ROPE_FACTORS
@@ -52,9 +55,6 @@ class GGUFCheckpoint(Checkpoint):
 
     def _config(self) -> dict[str, Any]:
         meta = self.metadata
-        arch = meta.get("general.architecture")
-        if arch != "llama":
-            raise CheckpointError(f"{self.path}: GGUF architecture {arch!r} is not supported; known: llama")
 
         def get(key: str, default: Any = None) -> Any:
             value = meta.get(f"llama.{key}", default)
@@ -108,9 +108,14 @@ class GGUFCheckpoint(Checkpoint):
         try:
             rows = np.asarray(data).reshape(-1, place.shape[-1] // block * block_bytes)
             return dequantize(rows, kind).astype(np.float32, copy=False).reshape(place.shape)
-        except (NotImplementedError, ValueError, KeyError) as e:
+        except NotImplementedError as e:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} of type {kind.name} cannot be dequantised ({e})"
+                f"{self.path}: tensor {name!r} is of type {kind.name}, which is not supported: choose another quantisation"
+            ) from e
+        except ValueError as e:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} of type {kind.name} does not have the bytes its shape {place.shape} needs: "
+                "download the file again"
             ) from e
 
     def read(self, name: str) -> np.ndarray:

@@ -20,6 +20,10 @@ from jaxinfer.cachedir import cache_root
 from jaxinfer.errors import CheckpointError
 
 _VERSION = 1  # of the cached form
+_MAGIC = b"GGUF"
+_READABLE = (2, 3)  # versions of the format
+# What gguf's reader meets in a file whose end is missing; their words are about NumPy's arrays, not about the file.
+_DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ def read_index(path: Path) -> GGUFIndex:
 
 
 def _parse(path: Path, size: int) -> GGUFIndex:
+    _check_header(path)
     try:
         reader = gguf.GGUFReader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -68,12 +73,31 @@ def _parse(path: Path, size: int) -> GGUFIndex:
             )
             for t in reader.tensors
         }
-    except (ValueError, OSError, IndexError, KeyError) as e:
-        raise CheckpointError(f"{path} is truncated or not a GGUF file ({e}): download it again") from e
+    except _DAMAGE as e:
+        raise CheckpointError(
+            f"{path} is truncated or damaged (it has {size} bytes): download it again"
+        ) from e
     for name, place in tensors.items():
         if place.offset + place.num_bytes > size:
-            raise CheckpointError(f"{path} is truncated: tensor {name!r} ends past the file's {size} bytes")
+            raise CheckpointError(
+                f"{path} is truncated: tensor {name!r} ends past the file's {size} bytes: download it again"
+            )
     return GGUFIndex(metadata, tensors)
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from None
+    if head[:4] != _MAGIC[: len(head)]:
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {head[:4]!r} instead of {_MAGIC!r}")
+    version = int.from_bytes(head[4:], "little")
+    if len(head) == 8 and version not in _READABLE:
+        raise CheckpointError(
+            f"{path} is of GGUF version {version}; known: {', '.join(map(str, _READABLE))} (little-endian)"
+        )
 
 
 def _load(kept: Path) -> GGUFIndex | None:

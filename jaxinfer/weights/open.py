@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from jaxinfer.errors import CheckpointError
+from jaxinfer.models.registry import family_for
+from jaxinfer.values import shown
 from jaxinfer.weights import presets
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.random import RandomCheckpoint
-from jaxinfer.weights.safetensors import HuggingFaceCheckpoint
+from jaxinfer.weights.safetensors import HuggingFaceCheckpoint, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -18,11 +21,16 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 def open_checkpoint(model: str | Path) -> Checkpoint:
     """Opens a preset, a Hugging Face directory, a .gguf file, or a hub id (`org/name`, fetched into the hub's cache).
 
-    Raises CheckpointError that says what was looked for and where.
+    Raises CheckpointError that says what was looked for and where; for a kind of model that is not supported, before any
+    weights are looked at.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise CheckpointError(f"a model is named by text or a path, got {shown(model)}")
     name, path = str(model), Path(model).expanduser()
+    if not name.strip():
+        raise CheckpointError("the model name is empty: give a preset, a directory, a .gguf file or a hub id")
     if path.is_dir():
-        return HuggingFaceCheckpoint(path)
+        return _open_directory(path)
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if path.is_file():
@@ -32,7 +40,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
             return RandomCheckpoint(name)
         return _open_gguf(presets.resolve(name))
     if _HUB_ID.fullmatch(name):
-        return HuggingFaceCheckpoint(_from_hub(name))
+        _check_family(_from_hub(name, ["config.json"]))
+        return _open_directory(_from_hub(name, _HUB_FILES))
     known = ", ".join(p.name for p in presets.list_presets())
     raise CheckpointError(
         f"no model {name!r}: it is no directory, no .gguf file, no hub id (org/name), and no preset ({known})"
@@ -45,12 +54,21 @@ def _open_gguf(path: Path) -> Checkpoint:
     return GGUFCheckpoint(path)
 
 
-def _from_hub(name: str) -> Path:
+def _open_directory(path: Path) -> Checkpoint:
+    _check_family(path)
+    return HuggingFaceCheckpoint(path)
+
+
+def _check_family(path: Path) -> None:
+    family_for(read_json(path / "config.json"))
+
+
+def _from_hub(name: str, files: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(

@@ -71,7 +71,11 @@ PRESETS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             bytes=98_362_432,
         ),
-        Preset(name="tiny-llama", description="a Llama of a few thousand random weights", kind="random"),
+        Preset(
+            name="tiny-llama",
+            description="a tiny Llama with random weights; no tokenizer, token ids alone",
+            kind="random",
+        ),
     )
 }
 

@@ -16,6 +16,7 @@ from byte_tokenizer import EOS, VOCAB_SIZE, byte_tokenizer
 from jaxinfer.engine.request import CompletionOutput, RequestOutput, SamplingParams, TokenLogprob
 from jaxinfer.errors import RequestError
 from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -90,9 +91,15 @@ class EchoLLM:
     vocab_size = VOCAB_SIZE
     max_model_len = 100
 
-    def __init__(self, *, generation_defaults: Mapping[str, Any] | None = None, **engine_options):
-        self.tokenizer = TOKENIZER
-        self.chat_template = ChatTemplate.from_tokenizer(self.tokenizer)
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None = TOKENIZER,
+        generation_defaults: Mapping[str, Any] | None = None,
+        **engine_options,
+    ):
+        self.tokenizer = tokenizer
+        self.chat_template = None if tokenizer is None else ChatTemplate.from_tokenizer(tokenizer)
         self.generation_defaults = generation_defaults or {}
         self.engine = EchoEngine(**engine_options)
 

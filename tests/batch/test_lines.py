@@ -119,4 +119,4 @@ def test_a_line_that_is_nearly_json_keeps_its_custom_id(data):
 def test_a_line_that_is_no_object(data):
     (line,) = parse(data)
     assert line.error is not None
-    assert (line.request, line.custom_id, line.number) == (None, None, 1)
+    assert (line.request, line.custom_id, line.number, line.error.param) == (None, None, 1, None)

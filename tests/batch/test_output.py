@@ -57,8 +57,9 @@ def test_nothing_answered_is_lost_wherever_the_files_were_torn(
     lines = lines_of(6)
     run(path, lines, order[:done], finish=False)
     lost = 0
+    assert path.exists() == (done > 0)
     for file, cut in ((path, out_cut), (journal, journal_cut)):
-        data = file.read_bytes()
+        data = file.read_bytes() if file.exists() else b""
         last = data.rstrip(b"\n").rfind(b"\n") + 1
         if data and last + cut < len(data):  # tear the last line only: what a single write can leave
             file.write_bytes(data[: last + cut])
@@ -137,6 +138,29 @@ def test_a_journal_that_is_not_ours_is_not_touched(tmp_path):
     with pytest.raises(ConfigError, match="not the journal"):
         OrderedOutput(tmp_path / "o.jsonl")
     assert (tmp_path / "o.jsonl.journal").read_bytes() == b"my diary\n"
+
+
+@pytest.mark.parametrize("reason", ["nothing answered", "journal is foreign", "journal is a folder"])
+def test_a_run_that_could_not_begin_leaves_no_files(tmp_path, reason):
+    journal = tmp_path / "o.jsonl.journal"
+    if reason == "nothing answered":
+        OrderedOutput(tmp_path / "o.jsonl").close()
+        assert list(tmp_path.iterdir()) == []
+        return
+    if reason == "journal is foreign":
+        journal.write_bytes(b"my diary\n")
+    else:
+        journal.mkdir()
+    with pytest.raises(ConfigError):
+        OrderedOutput(tmp_path / "o.jsonl")
+    assert list(tmp_path.iterdir()) == [journal]
+
+
+def test_an_empty_result_and_a_file_that_was_there_are_kept(tmp_path):
+    run(tmp_path / "of no lines", [], [])
+    (tmp_path / "theirs").touch()
+    OrderedOutput(tmp_path / "theirs").close()
+    assert {path.name for path in tmp_path.iterdir()} == {"of no lines", "theirs"}
 
 
 def test_two_runs_cannot_write_one_output(tmp_path):

@@ -111,6 +111,24 @@ def test_defaults_line_over_flags_over_run_over_model():
     assert "128 tokens" in failed["error"]["message"]  # the run's own default beats the model's 2
 
 
+def test_a_model_without_a_tokenizer_answers_token_ids_and_refuses_text():
+    items = [
+        {"prompt": [5, 6], "n": 2, "temperature": 1, "logprobs": 0},
+        openai("a", prompt=[[7], [8]]),
+        {"prompt": "x"},
+        {"messages": [{"role": "user", "content": "x"}]},
+        openai("b", "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]),
+    ]
+    results, progress = run(items, EchoLLM(tokenizer=None))
+    plain, several, *refused = results
+    assert [c["token_ids"] for c in plain["completions"]] == [[6, 5, 256]] * 2
+    assert plain["logprobs"]["tokens"] == ["token_id:6", "token_id:5", "token_id:256"]
+    choices = several["response"]["body"]["choices"]
+    assert [c["token_ids"] for c in choices] == [[7, 256], [8, 256]]
+    assert [r["error"]["param"] for r in refused] == ["prompt", "messages", "messages"]
+    assert (progress.done, progress.failed) == (5, 3)
+
+
 def test_failures_have_one_shape_each():
     results, progress = run(
         [

@@ -152,8 +152,7 @@ def test_a_row_s_bits_do_not_depend_on_the_bucket(dtype: str):
             runner._head,
             rows,
             runner._last_tokens,
-            np.zeros((bucket.samples, 5), np.int32),
-            np.ones((bucket.samples, 6), np.float32),
+            np.zeros((bucket.samples, 11), np.int32),
             np.bool_(False),
             None,
         )

@@ -103,7 +103,7 @@ def test_every_sampling_field_arrives():
     assert (s.logit_bias, s.seed, s.stop, s.stop_token_ids) == ({5: -100}, None, ("a", "b"), (4,))
     assert (s.ignore_eos, s.logprobs, s.prompt_logprobs, s.allowed_token_ids) == (True, 3, 1, (1, 2))
     assert (s.skip_special_tokens, s.include_stop_str_in_output) == (False, True)
-    assert (request.bad_words, request.priority, request.cache_salt) == (("no",), -3, "tenant")
+    assert (s.bad_words, request.priority, request.cache_salt) == (("no",), -3, "tenant")
     assert (request.user, request.return_token_ids, request.prompt_logprobs) == ("u", True, True)
 
 
@@ -132,6 +132,8 @@ def test_every_sampling_field_arrives():
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e300),
         ("seed", 2**63),
         ("seed", "7"),
         ("stop", 5),
@@ -195,6 +197,8 @@ def test_a_bad_completion_field_is_named(field, value):
         ("messages[1]", [USER, "hello"]),
         ("messages[0].role", [{"content": "x"}]),
         ("messages[0].role", [{"role": 5, "content": "x"}]),
+        ("messages[0].content", [{"role": "user"}]),
+        ("messages[1].content", [USER, {"role": "assistant", "tool_calls": []}]),
         ("messages[0].content", [{"role": "user", "content": 5}]),
         ("messages[0].content", [{"role": "user", "content": {"text": "x"}}]),
         ("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
@@ -261,6 +265,15 @@ def test_fields_that_ask_for_nothing_pass():
 )
 def test_empty_null_and_part_contents_are_accepted(content):
     assert chat_prompt(messages=[{"role": "user", "content": content}]).messages[0]["content"] == content
+
+
+def test_a_turn_of_tool_calls_needs_no_content():
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for turn in (
+        {"role": "assistant", "tool_calls": calls, "content": None},
+        {"role": "assistant", "tool_calls": calls},
+    ):
+        assert chat_prompt(messages=[USER, turn]).messages[1] == turn
 
 
 def test_chat_logprobs():

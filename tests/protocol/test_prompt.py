@@ -7,13 +7,14 @@ from jaxinfer.errors import RequestError
 from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request
 from jaxinfer.protocol.prompt import prepare
 from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
 
 PLAIN = byte_tokenizer()
 WITH_BOS = byte_tokenizer(bos=True)
 TEMPLATE = ChatTemplate.from_tokenizer(PLAIN)
 
 
-def prepared(body, *, tokenizer=PLAIN, template=TEMPLATE, max_model_len=100, **options):
+def prepared(body, *, tokenizer: Tokenizer | None = PLAIN, template=TEMPLATE, max_model_len=100, **options):
     parse = parse_chat_request if "messages" in body else parse_completion_request
     return prepare(
         parse(body), tokenizer, template, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, **options
@@ -116,7 +117,29 @@ def test_token_ids_outside_the_vocabulary(field, value):
     assert str(VOCAB_SIZE) in str(error)
 
 
-def test_bad_words_are_tokenised_at_the_start_and_after_a_space():
-    params = prepared({"prompt": "x", "bad_words": ["no", " no"]}).params
-    assert params.bad_words_ids == (tuple(b"no"), tuple(b" no"))
-    assert refusal({"prompt": "x", "bad_words": [f"w{i}" for i in range(65)]}).param == "bad_words"
+def test_bad_words_are_tokenised():
+    params = prepared({"prompt": "x", "bad_words": ["no"]}).params
+    assert (params.bad_words, params.bad_words_ids) == ((), (tuple(b"no"), tuple(b" no")))
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids():
+    request = prepared({"prompt": [[1, 2], [3]], "logprobs": 1}, tokenizer=None, template=None)
+    assert [p.token_ids for p in request.prompts] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("prompt", {"prompt": "x"}),
+        ("prompt", {"prompt": [[1], "x"]}),
+        ("messages", {"messages": [{"role": "user", "content": "x"}]}),
+        ("stop", {"prompt": [1], "stop": "x"}),
+        ("bad_words", {"prompt": [1], "bad_words": ["x"]}),
+        ("echo", {"prompt": [1], "echo": True}),
+    ],
+)
+def test_a_model_without_a_tokenizer_refuses_text(param, body):
+    error = refusal(body, tokenizer=None, template=None)
+    assert error.param == param
+    assert "no" in str(error)
+    assert "tokenizer" in str(error)

@@ -156,6 +156,27 @@ def test_prompt_logprobs_are_shown_when_asked_for():
     ]
 
 
+def test_without_a_tokenizer_ids_stand_for_text():
+    request = prepare(
+        parse_completion_request({"prompt": [1, 2], "logprobs": 1, "prompt_logprobs": 1}),
+        None, None, max_model_len=1000, vocab_size=VOCAB_SIZE,
+    )  # fmt: skip
+    output = finished([1, 2], ["ab"], top=1, prompt_top=1)
+    output.outputs[0].text = ""
+    choice = text_completion(request, [output], None, **NAMES)["choices"][0]
+    assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("", [97, 98], [1, 2])
+    assert choice["logprobs"] == {
+        "tokens": ["token_id:97", "token_id:98"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"token_id:97": -0.5}, {"token_id:98": -0.5}],
+        "text_offset": [0, 0],
+    }
+    assert choice["prompt_logprobs"] == [
+        None,
+        {"2": {"logprob": -0.5, "rank": 1, "decoded_token": "token_id:2"}},
+    ]
+
+
 def test_choices_of_several_prompts_are_numbered_through():
     request = prepared({"prompt": ["a", "b"], "n": 2})
     outputs = [finished([97], ["x", "y"]), finished([98], ["z", "w"])]

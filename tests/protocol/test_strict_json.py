@@ -39,6 +39,8 @@ def test_any_bytes_are_a_value_or_a_request_error(data):
         (b"{", "not JSON"),
         (b"", "not JSON"),
         (b'{"a": 1} x', "not JSON"),
+        (b'{"prompt": "x}', "Unterminated string starting at character 11$"),
+        (b'"\x01"', "Invalid control character at character 1$"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "-Infinity"),
         (b'{"a": 1, "a": 2}', "twice"),

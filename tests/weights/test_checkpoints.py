@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def test_an_untied_head_is_required(copy):
 def test_unknown_architecture(copy):
     path = copy()
     edit_config(path, model_type="perceptron", architectures=["PerceptronForCausalLM"])
+    (path / "model.safetensors").unlink()  # what is not supported is said before what is missing
     with pytest.raises(
         CheckpointError,
         match=r"'perceptron' .architecture PerceptronForCausalLM. is not supported; known: .*llama",
@@ -222,6 +224,9 @@ def test_a_config_without_a_needed_field(copy):
 
 
 def test_what_is_no_model_says_what_was_looked_for(tmp_path: Path):
+    for nothing in ("", " "):
+        with pytest.raises(CheckpointError, match="the model name is empty"):
+            open_checkpoint(nothing)
     with pytest.raises(CheckpointError, match=r"no preset .*smollm2-135m"):
         open_checkpoint("no-such-model")
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
@@ -288,13 +293,28 @@ def test_truncated_gguf(tmp_path: Path, keep):
     content = file.read_bytes()
     size = int(len(content) * keep) if isinstance(keep, float) else keep
     file.write_bytes(content[:size])
-    with pytest.raises(CheckpointError, match=r"m.gguf is truncated"):
+    with pytest.raises(CheckpointError, match=r"m.gguf is truncated.*: download it again") as caught:
         GGUFCheckpoint(file)
+    assert not re.search("array|reshape|index|dtype|axis", str(caught.value).replace(str(file), ""))
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"PK\3\4 and more", "is not a GGUF file: it begins with b'PK"),
+        (b"GGUF\1\0\0\0", "is of GGUF version 1; known: 2, 3"),
+    ],
+)
+def test_what_is_no_gguf(tmp_path: Path, head: bytes, says: str):
+    (tmp_path / "m.gguf").write_bytes(head)
+    with pytest.raises(CheckpointError, match=says):
+        GGUFCheckpoint(tmp_path / "m.gguf")
 
 
 def test_gguf_of_another_architecture(tmp_path: Path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.add_block_count(1)
+    writer.add_tensor("blk.0.ssm_a", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
