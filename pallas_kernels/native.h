@@ -79,6 +79,26 @@ inline QuarterOfVec Sums(Vec a, Vec b, Vec c, Vec d) {
   return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 }
 
+// to[j][i] = from[i][j] for 16 x 16 values: four rounds of weaving row i with row i + 8.
+inline void Turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  Vec rows[kLanes], woven[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) rows[i] = Load(from + i * from_stride);
+#pragma GCC unroll 4
+  for (int round = 0; round < 4; ++round) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      Vec a = rows[i], b = rows[i + kLanes / 2];
+      woven[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      woven[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = woven[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) Store(to + i * to_stride, rows[i]);
+}
+
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float Max(Vec v) {

@@ -161,9 +161,9 @@ void Attend(const Queries& item, const T* keys, const T* values, const int32_t* 
         Store(wide + t * dim + d, Load(values + slot * dim + d));
       }
     }
-    if (turn)
-      for (int64_t d = 0; d < dim; ++d)
-        for (int64_t t = 0; t < block.keys; ++t) turned[d * kKeys + t] = straight[t * dim + d];
+    if (turn)  // with what is left in `straight` past the last key: its scores are masked
+      for (int64_t d = 0; d < dim; d += kLanes)
+        for (int64_t t = 0; t < block.keys; t += kLanes) Turn(straight + t * dim + d, dim, turned + d * kKeys + t, kKeys);
     int64_t j = 0;
     for (; j + kTile <= item.count; j += kTile) Meet<kTile>(item, j, block);
     switch (item.count - j) {
@@ -179,7 +179,9 @@ void Run(ffi::ThreadPool& pool, const Q* q, const T* pages, const int32_t* table
          const int32_t* kv_lens, Q* out, const Shape& s) {
   const int64_t parts = (s.queries + kQueries - 1) / kQueries;
   const int64_t plane = s.pages * s.page * s.dim;  // one head of keys or of values
-  ParallelFor(pool, s.rows * parts * s.kv_heads, [&](int64_t i) {
+  const int64_t items = s.rows * parts * s.kv_heads;
+  ParallelFor(pool, items, [&](int64_t reversed) {
+    const int64_t i = items - 1 - reversed;  // later blocks of a prompt see more keys: they go first
     const int64_t head = i % s.kv_heads, part = i / s.kv_heads % parts, row = i / s.kv_heads / parts;
     const int64_t first = part * kQueries, positions = std::min<int64_t>(kQueries, s.queries - first);
     const int64_t group = s.group(), most = positions * group;
