@@ -49,12 +49,12 @@ def _build() -> Path:
     root = Path(__file__).parent
     files = [root / "native.h", *(root / op / "native.cc" for op in _OPS)]
     content = b"".join(file.read_bytes() for file in files)
-    ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     key = hashlib.sha256(
         repr((content, version, _FLAGS, _processor(), jax.__version__)).encode()
     ).hexdigest()[:16]
-    cache = Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer")) / "native"
+    cache_root = Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer"))
+    cache = cache_root.expanduser() / "native"
     library = cache / f"kernels-{key}.so"
     if library.exists():
         return library

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import native
+from pallas_kernels.dispatch import choose
 from pallas_kernels.linear.reference import linear_reference
-
-IMPLEMENTATIONS = ("auto", "reference", "native")
 
 
 def linear(x: Float[Array, "M K"], weight: Float[Array, "N K"], *, impl: str = "auto") -> Float[Array, "M N"]:
@@ -17,15 +15,7 @@ def linear(x: Float[Array, "M K"], weight: Float[Array, "N K"], *, impl: str = "
 
     impl: "auto" takes the C++ kernel on CPU where it can do the shape and dtypes, else XLA.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "reference" or not _fits(x, weight) or not native.available():
-        if impl == "native":
-            raise ValueError(f"the C++ kernel cannot do {x.dtype}{x.shape} by {weight.dtype}{weight.shape}")
-        return linear_reference(x, weight)
-    if impl == "native":
-        return linear_native(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=linear_native, default=linear_reference)
+    return choose(impl, x, weight, kernel=linear_native, reference=linear_reference, fits=_fits(x, weight))
 
 
 def linear_native(x: Float[Array, "M K"], weight: Float[Array, "N K"]) -> Float[Array, "M N"]:

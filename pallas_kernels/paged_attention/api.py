@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import native
+from pallas_kernels.dispatch import choose
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-
-IMPLEMENTATIONS = ("auto", "reference", "native")
 
 
 def paged_attention(
@@ -40,20 +38,11 @@ def paged_attention(
       impl: "auto" takes the C++ kernel on CPU where it can do the shape and dtypes, else XLA.
     Pages out of a query's sight may hold anything, NaN included.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    options = {"scale": scale, "window": window, "chunk": chunk}
+    kernel = functools.partial(paged_attention_native, **options)
+    reference = functools.partial(paged_attention_reference, **options)
     arrays = (q, kv_pages, tables, q_start, kv_lens)
-    reference = functools.partial(paged_attention_reference, scale=scale, window=window, chunk=chunk)
-    if impl == "reference" or not _fits(q, kv_pages) or not native.available():
-        if impl == "native":
-            raise ValueError(
-                f"the C++ kernel cannot do {q.dtype}{q.shape} over {kv_pages.dtype}{kv_pages.shape}"
-            )
-        return reference(*arrays)
-    kernel = functools.partial(paged_attention_native, scale=scale, window=window, chunk=chunk)
-    if impl == "native":
-        return kernel(*arrays)
-    return jax.lax.platform_dependent(*arrays, cpu=kernel, default=reference)
+    return choose(impl, *arrays, kernel=kernel, reference=reference, fits=_fits(q, kv_pages))
 
 
 def paged_attention_native(

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels import native
+from pallas_kernels.dispatch import choose
 from pallas_kernels.rms_norm.reference import rms_norm_reference
-
-IMPLEMENTATIONS = ("auto", "reference", "native")
 
 
 def rms_norm(
@@ -23,17 +21,9 @@ def rms_norm(
     impl: "auto" takes the C++ kernel on CPU where it can do the shape and dtypes, else XLA. XLA's CPU backend orders the sum of a row
       by how many rows there are; the kernel does not, so that a row's result does not depend on its company.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    reference = functools.partial(rms_norm_reference, eps=eps)
-    if impl == "reference" or not _fits(x, weight) or not native.available():
-        if impl == "native":
-            raise ValueError(f"the C++ kernel cannot do {x.dtype}{x.shape} by {weight.dtype}")
-        return reference(x, weight)
     kernel = functools.partial(rms_norm_native, eps=eps)
-    if impl == "native":
-        return kernel(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=kernel, default=reference)
+    reference = functools.partial(rms_norm_reference, eps=eps)
+    return choose(impl, x, weight, kernel=kernel, reference=reference, fits=_fits(x, weight))
 
 
 def rms_norm_native(

@@ -37,8 +37,7 @@ class GatedMLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up = self.gate_up.wide(
-            x
-        )  # rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time
+        # Rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time.
+        gate_up = self.gate_up.wide(x)
         hidden = _ACTIVATIONS[self.act](gate_up[:, : self.hidden]) * gate_up[:, self.hidden :]
         return self.down(hidden.astype(x.dtype))
