@@ -28,12 +28,15 @@ class LLM:
     Args:
       model: preset name, Hugging Face directory, .gguf file, or hub id.
       dtype: "float32" or "bfloat16"; None serves in the dtype the weights are stored in.
+      weights: "packed" keeps matrices in the blocks of codes they are stored in (GGUF's Q4_0, Q4_1, Q8_0), "dense" spreads
+        them out into `dtype`; "auto" packs where a kernel multiplies with them in place and no dtype is asked for.
       tp, pp, ep: degrees of tensor, pipeline and expert parallelism.
       max_model_len: longest prompt and generation together, tokens; None: what the model was made for.
       engine_options: fields of jaxinfer.config.engine.EngineConfig.
 
     Attributes:
       engine: the engine itself, for callers that add and step requests on their own.
+      params: the model's weights on the device, in the order of jaxinfer.models.params.param_specs.
       tokenizer, chat_template: None for checkpoints that have none.
       generation_defaults: sampling settings that the checkpoint recommends.
     """
@@ -46,14 +49,18 @@ class LLM:
         pp: int = 1,
         ep: int = 1,
         max_model_len: int | None = None,
+        weights: str = "auto",
         **engine_options: Any,
     ):
         if (tp, pp, ep) != (1, 1, 1):
             raise ConfigError(f"tp={tp}, pp={pp}, ep={ep}: parallelism is not there yet, only 1 works")
-        built = build_engine(model, dtype=dtype, max_model_len=max_model_len, **engine_options)
+        built = build_engine(
+            model, dtype=dtype, weights=weights, max_model_len=max_model_len, **engine_options
+        )
         self.model_name = str(model)
         self.engine = built.engine
         self.model_config = built.model.config
+        self.params = built.params
         self.tokenizer = built.tokenizer
         self.chat_template = None if built.tokenizer is None else ChatTemplate.from_tokenizer(built.tokenizer)
         self.generation_defaults = built.generation_defaults

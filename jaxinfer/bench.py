@@ -63,6 +63,12 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as stored)"
     )
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "packed", "dense"),
+        default="auto",
+        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
+    )
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
@@ -82,7 +88,12 @@ def _main(argv: Sequence[str]) -> int:
 
     options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
     start = time.perf_counter()
-    llm = LLM(args.model, dtype=args.dtype, **{k: v for k, v in options.items() if v is not None})
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        weights=args.weights,
+        **{k: v for k, v in options.items() if v is not None},
+    )
     load_s = time.perf_counter() - start
     requests = _requests(args, llm.vocab_size)
     seconds = _serve(llm, requests)

@@ -110,6 +110,12 @@ def _parser() -> ArgumentParser:
         "--dtype", choices=("float32", "bfloat16"), help="of weights and arithmetic (default: by model)"
     )
     engine.add_argument(
+        "--weights",
+        choices=("auto", "packed", "dense"),
+        default="auto",
+        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
+    )
+    engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
     )
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
@@ -139,7 +145,12 @@ def _load(args: argparse.Namespace, **options: Any) -> LLM:
     with _status(f"loading {args.model}", plain=args.input is not None):
         from jaxinfer.api import LLM
 
-        return LLM(args.model, dtype=args.dtype, **{k: v for k, v in chosen.items() if v is not None})
+        return LLM(
+            args.model,
+            dtype=args.dtype,
+            weights=args.weights,
+            **{k: v for k, v in chosen.items() if v is not None},
+        )
 
 
 @contextlib.contextmanager
@@ -247,7 +258,7 @@ def _print_rest(text: str, shown: str) -> None:
 
 def _answer_file(args: argparse.Namespace, flags: dict[str, Any]) -> int:
     parse_chat_request({"messages": [{"role": "user", "content": ""}], **flags})  # are the flags possible?
-    settings = json.dumps([args.model, args.dtype, args.max_model_len, flags], sort_keys=True)
+    settings = json.dumps([args.model, args.dtype, args.weights, args.max_model_len, flags], sort_keys=True)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(_open_input(args.input))
         if args.input != "-" and os.path.exists(args.output) and os.path.samefile(args.input, args.output):

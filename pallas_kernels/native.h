@@ -9,6 +9,10 @@
 #include <memory>
 #include <vector>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxinfer {
@@ -23,7 +27,14 @@ typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t))))
 typedef float VecInMemory __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 typedef uint16_t HalfVecInMemory __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2), may_alias));
 
+typedef uint8_t ByteVecInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef int8_t SignedByteVecInMemory __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
 struct BF16 {
+  uint16_t bits;
+};
+
+struct F16 {
   uint16_t bits;
 };
 
@@ -32,6 +43,47 @@ inline Vec Load(const float* p) { return *reinterpret_cast<const VecInMemory*>(p
 inline Vec Load(const BF16* p) {
   HalfVec half = *reinterpret_cast<const HalfVecInMemory*>(p);
   return (Vec)(__builtin_convertvector(half, IntVec) << 16);
+}
+
+// Exact, without a float32 denormal on the way: threads may flush them to zero.
+inline Vec Load(const F16* p) {
+  IntVec bits = __builtin_convertvector(*reinterpret_cast<const HalfVecInMemory*>(p), IntVec);
+  IntVec magnitude = bits & 0x7fff;
+  IntVec wide = (magnitude << 13) + (112 << 23);
+  wide = magnitude >= 0x7c00 ? wide | 0x7f800000 : wide;  // infinities and NaN
+  Vec small = __builtin_convertvector(magnitude, Vec) * 0x1p-24f;
+  wide = magnitude < 0x400 ? (IntVec)small : wide;
+  return (Vec)(wide | ((bits & 0x8000) << 16));
+}
+
+// Sixteen bytes as integers. (GCC 12 converts a vector of bytes piece by piece.)
+inline IntVec Codes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const ByteVecInMemory*>(p), IntVec);
+#endif
+}
+
+inline IntVec Codes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const SignedByteVecInMemory*>(p), IntVec);
+#endif
+}
+
+// table[index % 16] in each lane.
+inline Vec Lookup(Vec table, IntVec index) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#elif defined(__clang__)
+  Vec result;
+  for (int i = 0; i < kLanes; ++i) result[i] = table[index[i] & 15];
+  return result;
+#else
+  return __builtin_shuffle(table, index);
+#endif
 }
 
 inline void Store(float* p, Vec v) { *reinterpret_cast<VecInMemory*>(p) = v; }
@@ -54,13 +106,6 @@ typedef float QuarterInMemory __attribute__((vector_size(16), aligned(4), may_al
 inline QuarterOfVec LoadQuarter(const float* p) { return *reinterpret_cast<const QuarterInMemory*>(p); }
 inline void Store(float* p, QuarterOfVec v) { *reinterpret_cast<QuarterInMemory*>(p) = v; }
 
-inline float Sum(Vec v) {
-  HalfOfVec a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  QuarterOfVec b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-  return (b[0] + b[2]) + (b[1] + b[3]);
-}
-
 // The sums of four vectors. Pairs of lanes are added while vectors are woven together, so it costs little more than one sum.
 inline QuarterOfVec Sums(Vec a, Vec b, Vec c, Vec d) {
 #define JAXINFER_WEAVE2(x, y, i)                                                                                   \
@@ -78,6 +123,9 @@ inline QuarterOfVec Sums(Vec a, Vec b, Vec c, Vec d) {
                    __builtin_shufflevector(abcd, abcd, 8, 9, 10, 11, 12, 13, 14, 15);
   return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 }
+
+// In the same order as Sums.
+inline float Sum(Vec v) { return Sums(v, v, v, v)[0]; }
 
 // to[j][i] = from[i][j] for 16 x 16 values: four rounds of weaving row i with row i + 8.
 inline void Turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {

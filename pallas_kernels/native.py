@@ -22,7 +22,11 @@ import platformdirs
 
 logger = logging.getLogger(__name__)
 
-_OPS = ("linear", "paged_attention", "rms_norm")  # each in OP/native.cc, as target jaxinfer_OP
+_TARGETS = {  # folder of native.cc: its custom-call targets, each named jaxinfer_NAME
+    "linear": ("linear", "linear_blocks"),
+    "paged_attention": ("paged_attention",),
+    "rms_norm": ("rms_norm",),
+}
 _FLAGS = ("-O3", "-march=native", "-w", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC")
 
 
@@ -36,7 +40,7 @@ def available() -> bool:
     except (OSError, subprocess.SubprocessError) as e:
         logger.warning("CPU kernels are not available, plain XLA serves (slower): %s", e)
         return False
-    for target in (f"jaxinfer_{op}" for op in _OPS):
+    for target in (f"jaxinfer_{name}" for names in _TARGETS.values() for name in names):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return True
 
@@ -47,7 +51,7 @@ def _build() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler found (g++, clang++ or c++): install one, or name one in CXX")
     root = Path(__file__).parent
-    files = [root / "native.h", *(root / op / "native.cc" for op in _OPS)]
+    files = [root / "native.h", *(root / op / "native.cc" for op in _TARGETS)]
     content = b"".join(file.read_bytes() for file in files)
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     key = hashlib.sha256(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxinfer import compat
@@ -22,12 +21,14 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.kv.cache import CacheSpec
 from jaxinfer.kv.manager import KVManager, pages_for_one
 from jaxinfer.models.base import DecoderModel
+from jaxinfer.models.params import keep_blocks
 from jaxinfer.models.registry import family_for
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.weights.load import load_params
+from jaxinfer.weights.load import Params, load_params
 from jaxinfer.weights.open import open_checkpoint
 from pallas_kernels import native
 
+_WEIGHTS = ("auto", "packed", "dense")
 _DTYPES = ("float32", "bfloat16")
 _KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 _CPU_KV_BYTES = 2**30
@@ -41,7 +42,7 @@ class Built:
     engine: Engine
     programs: StepPrograms
     model: DecoderModel
-    params: tuple[jax.Array, ...]
+    params: Params
     cache_spec: CacheSpec
     tokenizer: Tokenizer | None
     generation_defaults: Mapping[str, Any]
@@ -51,6 +52,7 @@ def build_engine(
     model: str | Path,
     *,
     dtype: str | None = None,
+    weights: str = "auto",
     max_model_len: int | None = None,
     warm_up: bool = True,
     **options: Any,
@@ -59,6 +61,8 @@ def build_engine(
 
     Args:
       dtype: to serve in; None: as stored.
+      weights: "packed" keeps matrices in the blocks of codes they are stored in, "dense" spreads them out into `dtype`; "auto"
+        is "packed" where a kernel multiplies with them in place and no dtype is asked for.
       warm_up: compile everything now; else each program compiles when it is first needed.
       options: fields of EngineConfig.
     Raises:
@@ -82,6 +86,10 @@ def build_engine(
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
     module = family.model(config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len)
+    if keeps_blocks(weights, dtype, can_multiply=widen):
+        kept = keep_blocks(module, checkpoint.block_kind)
+        if weights == "packed" and not kept:
+            raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
     params = load_params(module, checkpoint)
 
     spec = cache_spec(module, config, engine_config, served)
@@ -118,6 +126,13 @@ def build_engine(
         table_width=width,
     )
     return Built(engine, programs, module, params, spec, tokenizer, checkpoint.generation_config)
+
+
+def keeps_blocks(weights: str, dtype: str | None, *, can_multiply: bool) -> bool:
+    """Whether weights that are stored in blocks of codes stay so."""
+    if weights not in _WEIGHTS:
+        raise ConfigError(f"weights must be one of {', '.join(_WEIGHTS)}, got {weights!r}")
+    return weights == "packed" or (weights == "auto" and can_multiply and dtype in (None, "auto"))
 
 
 def serving_dtype(asked: str | None, stored: str) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxinfer.engine.batch import StepArrays
 from jaxinfer.engine.sampling import Logprobs, SamplerState
 from jaxinfer.engine.steps import StepPrograms, zeros_on_device
+from jaxinfer.weights.load import Params
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class ModelRunner:
     def __init__(
         self,
         programs: StepPrograms,
-        params: tuple[jax.Array, ...],
+        params: Params,
         cache: tuple[jax.Array, ...],
         num_slots: int,
     ):

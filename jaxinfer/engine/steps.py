@@ -87,7 +87,7 @@ class StepPrograms:
         self._graph, state = nnx.split(model)
         self._treedef = jax.tree.structure(state)
         self._specs = param_specs(model)
-        self._param_shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._specs)
+        self._param_shapes = tuple(s.value for s in self._specs)
         self._head_graph, head_state = nnx.split(model.output_head)
         self._head_treedef = jax.tree.structure(head_state)
         head_sources = [spec.sources for spec in param_specs(model.output_head)]
@@ -153,7 +153,7 @@ class StepPrograms:
         layout = self.layout(bucket)
 
         def forward(params, cache: Cache, last_tokens: Int[Array, " slots"], ints: Int[Array, " n"]):
-            model = nnx.merge(self._graph, jax.tree.unflatten(self._treedef, params))
+            model = nnx.merge(self._graph, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
             tokens, positions, kv_lens, samples, tables = layout.views(ints)
             tokens = jnp.where(tokens < 0, last_tokens[-1 - tokens], tokens)
             batch = StepBatch(
@@ -182,7 +182,9 @@ class StepPrograms:
             want_logprobs: Bool[Array, ""],
             state: SamplerState | None,
         ):
-            head = nnx.merge(self._head_graph, jax.tree.unflatten(self._head_treedef, head_params))
+            head = nnx.merge(
+                self._head_graph, jax.tree.unflatten(self._head_treedef, jax.tree.leaves(head_params))
+            )
             ints, floats = row_bits[:, : len(ROW_INTS)], row_bits[:, len(ROW_INTS) :]
             floats = jax.lax.bitcast_convert_type(floats, jnp.float32)
             named = {name: ints[:, i] for i, name in enumerate(ROW_INTS)}
@@ -239,7 +241,9 @@ class StepPrograms:
 
     def _lower_score(self, num_tokens: int):
         def run(head_params, hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> Logprobs:
-            head = nnx.merge(self._head_graph, jax.tree.unflatten(self._head_treedef, head_params))
+            head = nnx.merge(
+                self._head_graph, jax.tree.unflatten(self._head_treedef, jax.tree.leaves(head_params))
+            )
             rows = min(_SCORE_ROWS, num_tokens)
             pad = -num_tokens % rows
             hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, hidden.shape[1])

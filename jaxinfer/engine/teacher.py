@@ -19,6 +19,7 @@ from jaxinfer.errors import RequestError
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.values import as_integer, shown
+from jaxinfer.weights.load import Params
 
 _LENGTH_STEP = 128  # lengths are padded to a multiple of this many tokens
 
@@ -26,9 +27,7 @@ _LENGTH_STEP = 128  # lengths are padded to a multiple of this many tokens
 class TeacherForcing:
     """Computes what a model predicts at every position of given tokens."""
 
-    def __init__(
-        self, model: DecoderModel, params: tuple[jax.Array, ...], cache_spec: CacheSpec, max_len: int
-    ):
+    def __init__(self, model: DecoderModel, params: Params, cache_spec: CacheSpec, max_len: int):
         graph, state = nnx.split(model)
         treedef = jax.tree.structure(state)
         self._params = params
@@ -40,7 +39,7 @@ class TeacherForcing:
 
         @functools.partial(jax.jit, static_argnames=("layers", "want_logits"), donate_argnums=2)
         def run(params, tokens, cache, batch: StepBatch, layers: tuple[int, ...], want_logits: bool):
-            module = nnx.merge(graph, jax.tree.unflatten(treedef, params))
+            module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))
             record: dict[int, Any] = dict.fromkeys(layers)
             hidden, cache = module(tokens, batch, cache, record=record)
             logits = module.output_head.logits(hidden) if want_logits else None

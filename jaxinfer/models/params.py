@@ -6,12 +6,15 @@ where the value comes from and how its axes are called. Nothing is allocated unt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
+
+from pallas_kernels.linear import BlockKind, BlockWeights
 
 Axis = str | None
 
@@ -24,7 +27,7 @@ class ParamSpec:
       path: where it sits in the module tree, e.g. ("layers", 0, "attention", "qkv", "weight").
       sources: names of its tensors in a Hugging Face checkpoint; several are stacked along axis 0.
       source_shapes: the shape of each of them.
-      shape, dtype: of the parameter itself.
+      value: the parameter as shapes without values, what a program is compiled for.
       axes: logical axis names, one a dimension; jaxinfer.parallel maps them to mesh axes.
       init: how random weights are drawn.
     """
@@ -32,10 +35,13 @@ class ParamSpec:
     path: tuple[Any, ...]
     sources: tuple[str, ...]
     source_shapes: tuple[tuple[int, ...], ...]
-    shape: tuple[int, ...]
-    dtype: jax.numpy.dtype
+    value: jax.ShapeDtypeStruct | BlockWeights
     axes: tuple[Axis, ...]
     init: Literal["normal", "ones", "zeros"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
 
 
 def declare(
@@ -68,10 +74,31 @@ def param_specs(model: nnx.Module) -> list[ParamSpec]:
                 path=tuple(path),
                 sources=meta["sources"],
                 source_shapes=meta["source_shapes"],
-                shape=value.shape,
-                dtype=value.dtype,
+                value=value,
                 axes=meta["axes"],
                 init=meta["init"],
             )
         )
     return specs
+
+
+def keep_blocks(model: nnx.Module, kind_of: Callable[[str], BlockKind | None]) -> int:
+    """Declares that matrices stay in the blocks of codes their tensors are stored in; returns how many do.
+
+    Only the matrices that modules multiply with are asked about. Tensors stacked into one parameter must agree in kind;
+    otherwise it remains a plain array.
+
+    Args:
+      kind_of: how the checkpoint stores a tensor, None for plain numbers and for blocks that BlockWeights cannot hold.
+    """
+    kept = 0
+    for _, module in nnx.iter_modules(model):
+        weight = getattr(module, "weight", None) if getattr(module, "TAKES_BLOCKS", False) else None
+        if weight is None:
+            continue
+        kinds: set[BlockKind | None] = {kind_of(source) for source in weight.get_metadata()["sources"]}
+        kind: BlockKind | None = next(iter(kinds)) if len(kinds) == 1 else None
+        if kind is not None:
+            weight.set_value(BlockWeights.abstract(kind, weight.get_value().shape))
+            kept += 1
+    return kept

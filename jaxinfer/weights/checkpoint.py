@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.text.tokenizer import Tokenizer
+from pallas_kernels.linear import BlockKind, BlockWeights
 
 
 class Checkpoint(ABC):
@@ -41,6 +42,14 @@ class Checkpoint(ABC):
 
         Raises CheckpointError naming the file and the tensor when it cannot be read.
         """
+
+    def block_kind(self, name: str) -> BlockKind | None:
+        """The kind of blocks of codes that a tensor is stored in, where BlockWeights can hold them as they are; else None."""
+        return None
+
+    def read_blocks(self, name: str) -> BlockWeights:
+        """A tensor of some `block_kind` in its blocks, as NumPy arrays. Raises CheckpointError as `read` does."""
+        raise NotImplementedError(f"{self.path} stores {name!r} as plain numbers")
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:

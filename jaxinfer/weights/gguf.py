@@ -12,8 +12,10 @@ from gguf.quants import dequantize
 
 from jaxinfer.errors import CheckpointError
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.weights import gguf_blocks
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.gguf_index import TensorPlace, read_index
+from pallas_kernels.linear import BlockKind, BlockWeights
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -101,32 +103,53 @@ class GGUFCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def block_kind(self, name: str) -> BlockKind | None:
+        return gguf_blocks.kind_of(self._tensors[name].type)
+
+    def read_blocks(self, name: str) -> BlockWeights:
+        place = self._tensors[name]
+        rows, width = place.shape
+        try:
+            blocks = gguf_blocks.split(self._bytes(place), place.type, (rows, width))
+        except ValueError as e:
+            raise self._wrong_bytes(place, name) from e
+        return BlockWeights(*(self._in_order(name, field) for field in blocks))
+
+    def read(self, name: str) -> np.ndarray:
+        return self._in_order(name, self._values(self._tensors[name], name))
+
+    def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of a tensor as Hugging Face orders them."""
+        for projection, heads in (
+            ("q_proj", self.config["num_attention_heads"]),
+            ("k_proj", self.config["num_key_value_heads"]),
+        ):
+            if f".{projection}." in name:
+                return unpermute(rows, heads)
+        return rows
+
+    def _bytes(self, place: TensorPlace) -> np.ndarray:
+        return self._file[place.offset : place.offset + place.num_bytes]
+
     def _values(self, place: TensorPlace, name: str) -> np.ndarray:
         kind = gguf.GGMLQuantizationType(place.type)
-        data = self._file[place.offset : place.offset + place.num_bytes]
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         try:
-            rows = np.asarray(data).reshape(-1, place.shape[-1] // block * block_bytes)
+            rows = np.asarray(self._bytes(place)).reshape(-1, place.shape[-1] // block * block_bytes)
             return dequantize(rows, kind).astype(np.float32, copy=False).reshape(place.shape)
         except NotImplementedError as e:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} is of type {kind.name}, which is not supported: choose another quantisation"
             ) from e
         except ValueError as e:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} of type {kind.name} does not have the bytes its shape {place.shape} needs: "
-                "download the file again"
-            ) from e
+            raise self._wrong_bytes(place, name) from e
 
-    def read(self, name: str) -> np.ndarray:
-        weights = self._values(self._tensors[name], name)
-        for projection, heads in (
-            ("q_proj", self.config["num_attention_heads"]),
-            ("k_proj", self.config["num_key_value_heads"]),
-        ):
-            if f".{projection}." in name:
-                weights = unpermute(weights, heads)
-        return weights
+    def _wrong_bytes(self, place: TensorPlace, name: str) -> CheckpointError:
+        kind = gguf.GGMLQuantizationType(place.type)
+        return CheckpointError(
+            f"{self.path}: tensor {name!r} of type {kind.name} does not have the bytes its shape {place.shape} needs: "
+            "download the file again"
+        )
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_gguf(self.metadata) if "tokenizer.ggml.tokens" in self.metadata else None

@@ -12,12 +12,15 @@ from flax import nnx
 from jaxinfer.errors import CheckpointError
 from jaxinfer.models.params import ParamSpec, param_specs
 from jaxinfer.weights.checkpoint import Checkpoint
+from pallas_kernels.linear import BlockWeights
+
+Params = tuple[jax.Array | BlockWeights, ...]
 
 # Tensors that some converters write and no model needs.
 _DERIVED = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)$")
 
 
-def load_params(model: nnx.Module, checkpoint: Checkpoint) -> tuple[jax.Array, ...]:
+def load_params(model: nnx.Module, checkpoint: Checkpoint) -> Params:
     """The model's parameters on the device, in the order of `param_specs(model)`.
 
     Host memory peaks near the largest parameter above the weights. Raises CheckpointError when a tensor is missing,
@@ -41,16 +44,19 @@ def load_params(model: nnx.Module, checkpoint: Checkpoint) -> tuple[jax.Array, .
     return tuple(jax.device_put(_read(spec, checkpoint)) for spec in specs)
 
 
-def _read(spec: ParamSpec, checkpoint: Checkpoint) -> np.ndarray:
-    dtype = np.dtype(spec.dtype)
-    value = np.empty(spec.shape, dtype)
-    row = 0
+def _read(spec: ParamSpec, checkpoint: Checkpoint) -> np.ndarray | BlockWeights:
     for source, shape in zip(spec.sources, spec.source_shapes, strict=True):
         stored = checkpoint.shape(source)
         if stored != shape:
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {source!r} has shape {stored}, but the config asks for {shape}"
             )
+    if isinstance(spec.value, BlockWeights):
+        parts = [checkpoint.read_blocks(source) for source in spec.sources]
+        return BlockWeights(*(np.concatenate(field) for field in zip(*parts, strict=True)))
+    value = np.empty(spec.shape, np.dtype(spec.value.dtype))
+    row = 0
+    for source, shape in zip(spec.sources, spec.source_shapes, strict=True):
         tensor = checkpoint.read(source)
         if not _is_float(tensor.dtype):
             raise CheckpointError(

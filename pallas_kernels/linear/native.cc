@@ -1,7 +1,8 @@
-// y[M, N] = x[M, K] w[N, K]^T with float32 accumulation, for float32 and bfloat16 weights in the checkpoint's row-major layout.
+// y[M, N] = x[M, K] w[N, K]^T with float32 accumulation, for float32 and bfloat16 weights in the checkpoint's row-major layout and for
+// weights in blocks of 32 codes with a scale (see blocks.py).
 //
 // A thread takes kGrain rows of w at a time. With few rows of x it reads them once, at memory speed. With many it widens them to
-// float32 first; they then stay in the second-level cache, while a tile of x stays in the first, for K in blocks that
+// float32 first; they then stay in the second-level cache, while a tile of x stays in the first, for K in parts that
 // let it. The order in which a sum is made does not depend on how many rows there are. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
 #include "native.h"
 
@@ -12,29 +13,96 @@ constexpr int kRows = 4;          // rows of w in a tile
 constexpr int kMaxX = 6;          // rows of x in a tile: 24 sums, 4 weights, 1 x fill 29 of 32 registers
 constexpr int kTall = 8;          // rows of x in a tile with 2 rows of w: more products for each weight widened on the way
 constexpr int kThin = 32;         // up to so many rows of x, weights are widened on the way, else first
-constexpr int kAhead = 8;         // rows of w between use and prefetch
 constexpr int64_t kGrain = 64;    // rows of w that a thread takes at once
 constexpr int64_t kDepth = 768;   // of K in one pass: 6 rows of x and 4 of w are 30 KB
 
-// Rows of x and w at strides ldx and ldw; adds to y when `add`.
-// NR is 4, or 2 where MR is even, or 1.
+// Kinds of weights. At(r, i): the same from row r and column i on. Load<h>(r, i): 16 values of row r from column i + h on, where i
+// is a multiple of kStep and h < kStep. kAhead: rows between use and prefetch, about 9 KB.
+template <class T>
+struct Dense {
+  static constexpr int kStep = kLanes;
+  static constexpr int kAhead = 8;
+  static constexpr bool kNarrow = sizeof(T) < sizeof(float);
+  const T* data;
+  int64_t stride;
+
+  Dense At(int64_t r, int64_t i) const { return {data + r * stride + i, stride}; }
+  template <int h>
+  Vec Load(int64_t r, int64_t i) const { return jaxinfer::Load(data + r * stride + i); }
+  void Prefetch(int64_t r, int64_t i) const { __builtin_prefetch(data + r * stride + i); }
+};
+
+// Blocks of 32 values in 16 bytes: value j in the low half of byte j, value 16 + j in the high half; code * scale + offset.
+struct Nibbles {
+  static constexpr int kStep = 2 * kLanes;
+  static constexpr int kAhead = 32;
+  static constexpr int kScales = 2;
+  static constexpr bool kNarrow = true;
+  const uint8_t* codes;
+  int64_t stride;       // bytes in a row
+  const float* scales;  // scale and offset of each block
+  int64_t scale_stride;
+
+  static constexpr int64_t RowBytes(int64_t k) { return k / 2; }
+  Nibbles At(int64_t r, int64_t i) const {
+    return {codes + r * stride + i / 2, stride, scales + r * scale_stride + i / kStep * kScales, scale_stride};
+  }
+  template <int h>
+  Vec Load(int64_t r, int64_t i) const {
+    const float* scale = scales + r * scale_stride + i / kStep * kScales;
+    IntVec code = Codes(codes + r * stride + i / 2);
+    constexpr Vec kCounting = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vec values = kCounting * scale[0] + scale[1];
+    return Lookup(values, h ? code >> 4 : code);
+  }
+  void Prefetch(int64_t r, int64_t i) const { __builtin_prefetch(codes + r * stride + i / 2); }
+};
+
+// Blocks of 32 values in 32 bytes: code * scale.
+struct Bytes {
+  static constexpr int kStep = 2 * kLanes;
+  static constexpr int kAhead = 16;
+  static constexpr int kScales = 1;
+  static constexpr bool kNarrow = true;
+  const int8_t* codes;
+  int64_t stride;
+  const float* scales;
+  int64_t scale_stride;
+
+  static constexpr int64_t RowBytes(int64_t k) { return k; }
+  Bytes At(int64_t r, int64_t i) const {
+    return {codes + r * stride + i, stride, scales + r * scale_stride + i / kStep, scale_stride};
+  }
+  template <int h>
+  Vec Load(int64_t r, int64_t i) const {
+    return __builtin_convertvector(Codes(codes + r * stride + i + h), Vec) * scales[r * scale_stride + i / kStep];
+  }
+  void Prefetch(int64_t r, int64_t i) const { __builtin_prefetch(codes + r * stride + i); }
+};
+
+template <int MR, int NR, int h, class W>
+inline void Step(const float* x, int64_t ldx, const W& w, int64_t i, Vec (&sums)[MR][NR]) {
+  Vec weights[NR];
+#pragma GCC unroll 8
+  for (int r = 0; r < NR; ++r) weights[r] = w.template Load<h>(r, i);
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) {
+    Vec value = Load(x + m * ldx + i + h);
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; ++r) sums[m][r] += value * weights[r];
+  }
+}
+
+// Adds to y when `add`. NR is 4, or 2 where MR is even, or 1.
 template <int MR, int NR, class W>
-inline void Tile(const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t k, float* y, int64_t ldy, bool add) {
+inline void Tile(const float* x, int64_t ldx, const W& w, int64_t k, float* y, int64_t ldy, bool add) {
   Vec sums[MR][NR] = {};
-  for (int64_t i = 0; i < k; i += kLanes) {
-    Vec weights[NR];
+  for (int64_t i = 0; i < k; i += W::kStep) {
+    // Rows are too short for the processor to guess the next ones in time.
 #pragma GCC unroll 8
-    for (int r = 0; r < NR; ++r) {
-      weights[r] = Load(w + r * ldw + i);
-      // Rows are too short for the processor to guess the next ones in time.
-      __builtin_prefetch(w + (r + kAhead) * ldw + i);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) {
-      Vec value = Load(x + m * ldx + i);
-#pragma GCC unroll 8
-      for (int r = 0; r < NR; ++r) sums[m][r] += value * weights[r];
-    }
+    for (int r = 0; r < NR; ++r) w.Prefetch(r + W::kAhead, i);
+    Step<MR, NR, 0>(x, ldx, w, i, sums);
+    if constexpr (W::kStep > kLanes) Step<MR, NR, kLanes>(x, ldx, w, i, sums);
   }
   auto put = [add](float* out, auto total) { *out = add ? total + *out : total; };
 #pragma GCC unroll 8
@@ -54,20 +122,19 @@ inline void Tile(const float* x, int64_t ldx, const W* w, int64_t ldw, int64_t k
 }
 
 template <int MR, class W>
-void Columns(const float* x, int64_t ldx, const W* w, int64_t n, int64_t ldw, int64_t k, float* y, int64_t ldy, bool add) {
+void Columns(const float* x, int64_t ldx, const W& w, int64_t n, int64_t k, float* y, int64_t ldy, bool add) {
   constexpr int kWide = MR > kMaxX ? 2 : kRows;
   int64_t r = 0;
-  for (; r + kWide <= n; r += kWide) Tile<MR, kWide>(x, ldx, w + r * ldw, ldw, k, y + r, ldy, add);
-  for (; r < n; ++r) Tile<MR, 1>(x, ldx, w + r * ldw, ldw, k, y + r, ldy, add);
+  for (; r + kWide <= n; r += kWide) Tile<MR, kWide>(x, ldx, w.At(r, 0), k, y + r, ldy, add);
+  for (; r < n; ++r) Tile<MR, 1>(x, ldx, w.At(r, 0), k, y + r, ldy, add);
 }
 
 // m rows of x meet n rows of w: in tiles of kTall while whole ones are left and weights are narrow, then in equal tiles of at
 // most kMaxX.
 template <class W>
-void Meet(const float* x, int64_t m, int64_t ldx, const W* w, int64_t n, int64_t ldw, int64_t k, float* y, int64_t ldy,
-          bool add) {
-  while (m >= kTall && (sizeof(W) < sizeof(float) || m == kTall)) {
-    Columns<kTall>(x, ldx, w, n, ldw, k, y, ldy, add);
+void Meet(const float* x, int64_t m, int64_t ldx, const W& w, int64_t n, int64_t k, float* y, int64_t ldy, bool add) {
+  while (m >= kTall && (W::kNarrow || m == kTall)) {
+    Columns<kTall>(x, ldx, w, n, k, y, ldy, add);
     x += kTall * ldx, y += kTall * ldy, m -= kTall;
   }
   const int64_t tiles = (m + kMaxX - 1) / kMaxX;
@@ -76,42 +143,87 @@ void Meet(const float* x, int64_t m, int64_t ldx, const W* w, int64_t n, int64_t
     const float* xt = x + first * ldx;
     float* yt = y + first * ldy;
     switch (count) {
-      case 1: Columns<1>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
-      case 2: Columns<2>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
-      case 3: Columns<3>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
-      case 4: Columns<4>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
-      case 5: Columns<5>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
-      default: Columns<6>(xt, ldx, w, n, ldw, k, yt, ldy, add); break;
+      case 1: Columns<1>(xt, ldx, w, n, k, yt, ldy, add); break;
+      case 2: Columns<2>(xt, ldx, w, n, k, yt, ldy, add); break;
+      case 3: Columns<3>(xt, ldx, w, n, k, yt, ldy, add); break;
+      case 4: Columns<4>(xt, ldx, w, n, k, yt, ldy, add); break;
+      case 5: Columns<5>(xt, ldx, w, n, k, yt, ldy, add); break;
+      default: Columns<6>(xt, ldx, w, n, k, yt, ldy, add); break;
     }
   }
 }
 
-template <class W>
-void Multiply(ffi::ThreadPool& pool, const float* x, const W* w, float* y, int64_t m, int64_t n, int64_t k) {
+// `rows_from(first, count)` gives a thread its rows of w.
+template <class RowsFrom>
+void Multiply(ffi::ThreadPool& pool, const float* x, RowsFrom rows_from, float* y, int64_t m, int64_t n, int64_t k) {
   ParallelFor(pool, (n + kGrain - 1) / kGrain, [&](int64_t item) {
     const int64_t first = item * kGrain, rows = std::min(n - first, kGrain);
-    const W* mine = w + first * k;
+    const auto mine = rows_from(first, rows);
+    using W = std::decay_t<decltype(mine)>;
     for (int64_t depth = 0; depth < k; depth += kDepth) {
       const int64_t part = std::min(k - depth, kDepth);
-      if (sizeof(W) < sizeof(float) && m > kThin) {
+      const W here = mine.At(0, depth);
+      if (W::kNarrow && m > kThin) {
         float* wide = Scratch<float, 0>(kGrain * kDepth);
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i < part; i += kLanes) Store(wide + r * part + i, Load(mine + r * k + depth + i));
-        Meet(x + depth, m, k, wide, rows, part, part, y + first, n, depth > 0);
+        for (int64_t r = 0; r < rows; ++r) {
+          for (int64_t i = 0; i < part; i += W::kStep) {
+            Store(wide + r * part + i, here.template Load<0>(r, i));
+            if constexpr (W::kStep > kLanes) Store(wide + r * part + i + kLanes, here.template Load<kLanes>(r, i));
+          }
+        }
+        Meet(x + depth, m, k, Dense<float>{wide, part}, rows, part, y + first, n, depth > 0);
       } else {
-        Meet(x + depth, m, k, mine + depth, rows, k, part, y + first, n, depth > 0);
+        Meet(x + depth, m, k, here, rows, part, y + first, n, depth > 0);
       }
     }
   });
+}
+
+// As Multiply, for weights in blocks: each thread widens the scales of its rows first.
+template <class W, class Code>
+void MultiplyBlocks(ffi::ThreadPool& pool, const float* x, const Code* codes, const F16* scales, float* y, int64_t m, int64_t n,
+                    int64_t k) {
+  const int64_t stride = W::RowBytes(k);
+  const int64_t per_row = k / W::kStep * W::kScales;
+  auto rows_from = [=](int64_t first, int64_t rows) {
+    const int64_t count = rows * per_row;
+    float* wide = Scratch<float, 1>(count + kLanes);
+    const F16* from = scales + first * per_row;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) Store(wide + i, Load(from + i));
+    if (i < count) {
+      F16 rest[kLanes] = {};
+      std::copy(from + i, from + count, rest);
+      Store(wide + i, Load(rest));
+    }
+    return W{codes + first * stride, stride, wide, per_row};
+  };
+  Multiply(pool, x, rows_from, y, m, n, k);
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                   ffi::Result<ffi::Buffer<ffi::F32>> y) {
   const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = w.dimensions()[0];
   if (k % kLanes != 0) return ffi::Error::InvalidArgument("linear: the inner dimension must be a multiple of 16");
-  auto run = [&](auto* weights) { Multiply(pool, x.typed_data(), weights, y->typed_data(), m, n, k); };
+  auto run = [&](auto* weights) {
+    using T = std::decay_t<decltype(*weights)>;
+    auto rows_from = [=](int64_t first, int64_t) { return Dense<T>{weights + first * k, k}; };
+    Multiply(pool, x.typed_data(), rows_from, y->typed_data(), m, n, k);
+  };
   if (w.element_type() == ffi::BF16) run(static_cast<const jaxinfer::BF16*>(w.untyped_data()));
   else run(static_cast<const float*>(w.untyped_data()));
+  return ffi::Error::Success();
+}
+
+ffi::Error LinearBlocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::Buffer<ffi::F16> scales,
+                        ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = codes.dimensions()[0];
+  if (k % (2 * kLanes) != 0) return ffi::Error::InvalidArgument("linear: the inner dimension must be a multiple of 32");
+  const F16* widths = static_cast<const F16*>(scales.untyped_data());
+  if (codes.element_type() == ffi::U8)
+    MultiplyBlocks<Nibbles>(pool, x.typed_data(), static_cast<const uint8_t*>(codes.untyped_data()), widths, y->typed_data(), m, n, k);
+  else
+    MultiplyBlocks<Bytes>(pool, x.typed_data(), static_cast<const int8_t*>(codes.untyped_data()), widths, y->typed_data(), m, n, k);
   return ffi::Error::Success();
 }
 
@@ -123,4 +235,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_linear, jaxinfer::Linear,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_linear_blocks, jaxinfer::LinearBlocks,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import native
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import BLOCK, BlockKind, BlockWeights, linear
 
 
 def test_the_kernels_are_built_here():
@@ -34,6 +36,57 @@ def test_equals_the_product(impl: str, weights: str, values: str):
                 np.testing.assert_allclose(
                     result, expected, atol=6e-7 * k**0.5 + 1e-6 * np.abs(expected).max()
                 )
+
+
+def random_blocks(rng: np.random.Generator, kind: BlockKind, n: int, k: int) -> BlockWeights:
+    """Every code, and scales of every size a float16 has."""
+    codes, scales = BlockWeights.abstract(kind, (n, k))
+    low, high = np.iinfo(codes.dtype).min, np.iinfo(codes.dtype).max
+    values = rng.standard_normal(scales.shape) * 2.0 ** rng.integers(-22, 2, scales.shape)
+    return BlockWeights(
+        jnp.asarray(rng.integers(low, high, codes.shape, codes.dtype, endpoint=True)),
+        jnp.asarray(values, jnp.float16),
+    )
+
+
+@pytest.mark.parametrize("impl", ["reference", "native", "auto"])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_weights_in_blocks(impl: str, kind: BlockKind):
+    """Rows of x around the edges of a tile and around the 32 up to which weights are not widened first."""
+    rng = np.random.default_rng(0)
+    for n, k in ((3, 32), (64, 800), (67, 800)):
+        w = random_blocks(rng, kind, n, k)
+        assert w.shape == (n, k)
+        scales = np.asarray(w.scales, np.float64)
+        blocks = np.asarray(w.codes).reshape(n, k // BLOCK, -1)
+        if kind == "int4":
+            blocks = np.concatenate([blocks & 15, blocks >> 4], -1)
+        values = blocks * scales[..., :1] + (scales[..., 1:] if kind == "int4" else 0)
+        values = values.reshape(n, k)
+        np.testing.assert_allclose(w.dense(), values, rtol=2e-7, atol=2e-7 * np.abs(scales).max())
+        rows = np.array([n - 1, 0, n + 5])
+        np.testing.assert_allclose(w.rows(jnp.asarray(rows)), w.dense()[np.minimum(rows, n - 1)])
+        for m in (1, 2, 6, 8, 13, 32, 33, 40):
+            x = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
+            expected = np.asarray(x, np.float64) @ values.T
+            bound = 2.0**-23 * (np.abs(np.asarray(x, np.float64)) @ np.abs(values).T).max() * 4
+            np.testing.assert_allclose(linear(x, w, impl=impl), expected, atol=bound)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4", "int8"])
+def test_a_row_does_not_depend_on_its_company(kind: str):
+    rng = np.random.default_rng(2)
+    plain = jnp.asarray(rng.standard_normal((67, 800)), kind if "float" in kind else "float32")
+    w = plain if "float" in kind else random_blocks(rng, cast(BlockKind, kind), 67, 800)
+    x = jnp.asarray(rng.standard_normal((50, 800)), jnp.float32)
+    whole = np.asarray(linear(x, w, impl="native"))
+    for m in (2, 7, 8, 31, 33):
+        np.testing.assert_array_equal(linear(x[:m], w, impl="native"), whole[:m])
+
+
+def test_blocks_must_divide_a_row():
+    with pytest.raises(ValueError, match="40 values do not divide into blocks of 32"):
+        BlockWeights.abstract("int4", (2, 40))
 
 
 @pytest.mark.parametrize("m", [1, 6, 40])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
 
 import gguf
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from oracles import DIRECTORY, load_oracle
 from safetensors.numpy import load_file, save_file
 
-from jaxinfer import LLM
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.build import end_ids, serving_dtype
 from jaxinfer.errors import CheckpointError, ConfigError
 from jaxinfer.models.params import param_specs
@@ -23,7 +25,9 @@ from jaxinfer.models.registry import family_for
 from jaxinfer.weights.gguf import GGUFCheckpoint, unpermute
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.open import open_checkpoint
+from jaxinfer.weights.random import RandomCheckpoint
 from jaxinfer.weights.safetensors import HuggingFaceCheckpoint
+from pallas_kernels.linear import BlockWeights
 
 
 @pytest.fixture
@@ -72,6 +76,7 @@ def test_parameters_are_the_stacked_tensors(copy):
     specs, params = load(path, "bfloat16")
     assert sum(len(spec.sources) for spec in specs) == len(stored)
     for spec, value in zip(specs, params, strict=True):
+        assert isinstance(value, jax.Array)
         assert value.dtype == jnp.bfloat16
         expected = np.concatenate([stored[source] for source in spec.sources])
         assert expected.dtype == ml_dtypes.bfloat16
@@ -242,10 +247,18 @@ def test_what_is_no_model_says_what_was_looked_for(tmp_path: Path):
 # GGUF
 
 
-def to_gguf(path: Path, oracle: str = "llama_tied", **metadata) -> Path:
-    """Writes an oracle's checkpoint as llama.cpp's converter does: its names, its row order in q and k."""
-    directory = DIRECTORY / oracle
-    config = json.loads((directory / "config.json").read_text())
+def to_gguf(path: Path, oracle: str = "llama_tied", *, quantised: str | None = None, **metadata) -> Path:
+    """Writes an oracle's checkpoint as llama.cpp's converter does: its names, its row order in q and k.
+
+    oracle: one of tests/oracles, or tiny-llama.
+    quantised: a type for the matrices, by name; the embedding is Q8_0 then.
+    """
+    if oracle == "tiny-llama":
+        random = RandomCheckpoint(oracle)
+        config, tensors = random.config, {name: random.read(name) for name in random.names()}
+    else:
+        config = json.loads((DIRECTORY / oracle / "config.json").read_text())
+        tensors = load_file(DIRECTORY / oracle / "model.safetensors")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -253,19 +266,24 @@ def to_gguf(path: Path, oracle: str = "llama_tied", **metadata) -> Path:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_key_length(config["head_dim"])
     for key, value in metadata.items():
         writer.add_string(key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    for name, tensor in tensors.items():
         if "q_proj" in name or "k_proj" in name:
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
         gguf_name = names.get_name(name, try_suffixes=(".weight",))
         assert gguf_name is not None
-        writer.add_tensor(gguf_name, np.ascontiguousarray(tensor))
+        tensor = np.ascontiguousarray(tensor)
+        if quantised is None or tensor.ndim == 1:
+            writer.add_tensor(gguf_name, tensor)
+            continue
+        kind = gguf.GGMLQuantizationType["Q8_0" if "embd" in gguf_name else quantised]
+        writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -278,6 +296,56 @@ def test_gguf_gives_the_same_model(tmp_path: Path):
     llm = LLM(to_gguf(tmp_path / "m.gguf"), warm_up=False, max_num_seqs=1)
     error = np.abs(llm.logits(oracle.tokens[0].tolist()) - oracle.logits[0]).max()
     assert error < 2e-4 * oracle.logits.std()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_weights_in_blocks_are_the_same_weights(tmp_path: Path, kind: str):
+    """Every value of a packed matrix is the one that gguf dequantises, and the model computes the same with either."""
+    file = to_gguf(tmp_path / "m.gguf", "tiny-llama", quantised=kind)
+    packed = LLM(file, weights="packed", warm_up=False, max_num_seqs=2)
+    dense = LLM(file, weights="dense", warm_up=False, max_num_seqs=2)
+    count = 0
+    for compact, plain in zip(packed.params, dense.params, strict=True):
+        if isinstance(compact, BlockWeights):
+            count += 1
+            np.testing.assert_allclose(compact.dense(), plain, rtol=3e-7, atol=1e-7 * np.abs(plain).max())
+        else:
+            np.testing.assert_array_equal(compact, plain)
+    assert count == sum(len(plain.shape) == 2 for plain in dense.params)
+    tokens = np.random.default_rng(0).integers(0, 512, 40).tolist()
+    expected = dense.logits(tokens)
+    assert np.abs(packed.logits(tokens) - expected).max() < 1e-5 * expected.std()
+    params = SamplingParams(max_tokens=12, temperature=0)
+    ids = [llm.generate([tokens, tokens[:5]], params) for llm in (packed, dense)]
+    assert [o.outputs[0].token_ids for o in ids[0]] == [o.outputs[0].token_ids for o in ids[1]]
+
+
+def test_which_weights_stay_in_blocks(tmp_path: Path):
+    file = to_gguf(tmp_path / "m.gguf", "tiny-llama", quantised="Q8_0")
+    for asked, dtype, packed in (
+        ("auto", None, True),
+        ("auto", "float32", False),
+        ("dense", None, False),
+        ("packed", "bfloat16", True),
+    ):
+        llm = LLM(file, dtype=dtype, weights=asked, warm_up=False, max_num_seqs=1)
+        assert any(isinstance(p, BlockWeights) for p in llm.params) == packed, (asked, dtype)
+    with pytest.raises(ConfigError, match=r"stores none in blocks of codes"):
+        LLM(to_gguf(tmp_path / "plain.gguf"), weights="packed", warm_up=False)
+    with pytest.raises(ConfigError, match=r"weights must be one of auto, packed, dense"):
+        LLM(file, weights="int4", warm_up=False)
+
+
+def test_blocks_that_do_not_have_their_bytes(tmp_path: Path):
+    file = to_gguf(tmp_path / "m.gguf", "tiny-llama", quantised="Q4_1")
+    checkpoint = GGUFCheckpoint(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    place = checkpoint._tensors[name]
+    checkpoint._tensors[name] = dataclasses.replace(place, num_bytes=place.num_bytes - 20)
+    with pytest.raises(
+        CheckpointError, match=r"'model.layers.0.mlp.up_proj.weight' of type Q4_1 does not have"
+    ):
+        checkpoint.read_blocks(name)
 
 
 def test_unpermute_undoes_llama_cpp_s_row_order():

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.models.params import Axis, declare
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import BlockWeights, linear
 
 
 class Linear(nnx.Module):
@@ -16,6 +16,8 @@ class Linear(nnx.Module):
 
     outputs: {checkpoint prefix: output width}; each prefix has `.weight` [width, in] and, with bias, `.bias` [width].
     """
+
+    TAKES_BLOCKS = True
 
     def __init__(
         self,
@@ -40,18 +42,21 @@ class Linear(nnx.Module):
 
     def wide(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
         """The result in float32, as it was accumulated."""
-        y = linear(x, self.weight[...])
+        y = linear(x, self.weight.get_value())
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
 class Embedding(nnx.Module):
     """Token embedding [V, D]; also the output head of models that tie the two."""
 
+    TAKES_BLOCKS = True
+
     def __init__(self, name: str, vocab_size: int, width: int, *, dtype: DTypeLike):
         self.weight = declare({f"{name}.weight": (vocab_size, width)}, axes=("vocab", "embed"), dtype=dtype)
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.weight[...].at[tokens].get(mode="clip")
+        weight = self.weight.get_value()
+        return weight.rows(tokens) if isinstance(weight, BlockWeights) else weight.at[tokens].get(mode="clip")
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        return linear(hidden, self.weight[...])
+        return linear(hidden, self.weight.get_value())
