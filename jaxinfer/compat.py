@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfer.cachedir import cache_root
 
@@ -24,6 +28,25 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Compiles anew inside: XLA's CPU executables that come from its cache cannot be serialised again (jax 0.11)."""
+    enabled = jax.config.jax_enable_compilation_cache
+    compilation_cache.reset_cache()  # it remembers whether it is in use
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def compile_settings() -> dict[str, Any]:
+    """JAX's settings by name, but for those that name places on this machine."""
+    places = ("_dir", "_file", "_dump_ir_to", "_prefix", "_address")
+    return {name: value for name, value in jax.config.values.items() if not name.endswith(places)}
 
 
 def free_memory() -> int:

@@ -54,9 +54,9 @@ def _build() -> Path:
     files = [root / "native.h", *(root / op / "native.cc" for op in _TARGETS)]
     content = b"".join(file.read_bytes() for file in files)
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
-    key = hashlib.sha256(
-        repr((content, version, _FLAGS, _processor(), jax.__version__)).encode()
-    ).hexdigest()[:16]
+    key = hashlib.sha256(repr((content, version, _FLAGS, processor(), jax.__version__)).encode()).hexdigest()[
+        :16
+    ]
     cache_root = Path(os.environ.get("JAXINFER_CACHE") or platformdirs.user_cache_dir("jaxinfer"))
     cache = cache_root.expanduser() / "native"
     library = cache / f"kernels-{key}.so"
@@ -82,7 +82,7 @@ def _build() -> Path:
     return library
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -109,11 +109,17 @@ def build_engine(
     width = -(-engine_config.max_model_len // engine_config.page_size)
     num_slots = engine_config.max_num_seqs + 1
     programs = StepPrograms(
-        module, spec, buckets, num_pages=engine_config.num_pages, num_slots=num_slots, table_width=width
+        module,
+        spec,
+        buckets,
+        num_pages=engine_config.num_pages,
+        num_slots=num_slots,
+        table_width=width,
+        keep=True,
     )
     if warm_up:
         programs.compile_all()
-    runner = ModelRunner(programs, params, spec.init(engine_config.num_pages), num_slots)
+    runner = ModelRunner(programs, params, programs.new_cache()(), num_slots)
     tokenizer = checkpoint.tokenizer()
     engine = Engine(
         runner,

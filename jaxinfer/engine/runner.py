@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxinfer import compat
 from jaxinfer.engine.batch import StepArrays
 from jaxinfer.engine.sampling import Logprobs, SamplerState
 from jaxinfer.engine.steps import StepPrograms, zeros_on_device
@@ -47,6 +48,8 @@ class ModelRunner:
         self._cache = cache
         self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32))
         self._state: SamplerState | None = None  # made when a request first needs it
+        # A CPU's arrays are read where they are, and the end of a copy calls into Python, which may be gone by then.
+        self._copies = compat.platform() != "cpu"
         self._flags = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
 
     def dispatch(self, arrays: StepArrays, *, logprobs: bool) -> Dispatched:
@@ -67,7 +70,8 @@ class ModelRunner:
         )
         if arrays.full:
             self._state = state
-        tokens.copy_to_host_async()
+        if self._copies:
+            tokens.copy_to_host_async()
         return Dispatched(tokens, scores if logprobs else None, hidden)
 
     def score(self, step: Dispatched, targets: np.ndarray) -> Logprobs:

@@ -10,7 +10,7 @@ token): every further argument costs time in each step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer import compat
 from jaxinfer.engine.buckets import Bucket, BucketTable
+from jaxinfer.engine.executables import ExecutableStore, environment_parts
 from jaxinfer.engine.sampling import Logprobs, RowParams, SamplerState, logprobs_of, sample
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
@@ -81,8 +83,13 @@ class StepPrograms:
         num_pages: int,
         num_slots: int,
         table_width: int,
+        keep: bool = False,
     ):
-        """num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding."""
+        """
+        Args:
+          num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding.
+          keep: programs are read from the user cache where they are there, and written to it where they are not.
+        """
         self._model = model
         self._graph, state = nnx.split(model)
         self._treedef = jax.tree.structure(state)
@@ -100,6 +107,7 @@ class StepPrograms:
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
         self._dtype = model.compute_dtype
+        self._store = ExecutableStore({**environment_parts(), **self._parts()}) if keep else None
 
     @property
     def num_compiled(self) -> int:
@@ -123,6 +131,9 @@ class StepPrograms:
                 self.sample(count, full)
         self.set_counts()
         self.set_bias()
+        self.new_cache()
+        if self._store:
+            self._store.prune()
 
     def forward(self, bucket: Bucket):
         """(params, cache, last_tokens [slots], ints [layout.size]) -> (hidden [T, D], its sampled rows [S, D], cache).
@@ -146,8 +157,27 @@ class StepPrograms:
     def _get(self, key: tuple, lower):
         program = self._compiled.get(key)
         if program is None:
-            program = self._compiled[key] = lower().compile()
+            name = "-".join(str(astuple(p) if isinstance(p, Bucket) else p) for p in key).replace(", ", "_")
+            program = self._store.load(name) if self._store else None
+            if program is None:
+                lowered = lower()
+                if self._store:
+                    with compat.without_compilation_cache():
+                        program = lowered.compile()
+                    self._store.save(name, program)
+                else:
+                    program = lowered.compile()
+            self._compiled[key] = program
         return program
+
+    def _parts(self) -> dict[str, str]:
+        """What the programs depend on beside the environment; their own shapes are in their names."""
+        return {
+            "model": repr((type(self._model).__qualname__, self._model.config, self._graph, self._dtype)),
+            "parameters": repr(self._param_shapes),
+            "cache": repr((self._spec, self._num_pages, self._model.page_groups)),
+            "rows": repr((self._num_slots, self._table_width)),
+        }
 
     def _lower_forward(self, bucket: Bucket):
         layout = self.layout(bucket)
@@ -217,6 +247,10 @@ class StepPrograms:
         return jax.eval_shape(
             lambda: SamplerState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         )
+
+    def new_cache(self):
+        """() -> an empty cache."""
+        return self._get(("cache",), lambda: jax.jit(lambda: self._spec.init(self._num_pages)).lower())
 
     def set_counts(self):
         """(state, slot, counts [V]) -> state with that slot's counts replaced; the state is donated."""
