@@ -47,6 +47,9 @@ inline Vec Load(const BF16* p) {
 
 // Exact, without a float32 denormal on the way: threads may flush them to zero.
 inline Vec Load(const F16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
   IntVec bits = __builtin_convertvector(*reinterpret_cast<const HalfVecInMemory*>(p), IntVec);
   IntVec magnitude = bits & 0x7fff;
   IntVec wide = (magnitude << 13) + (112 << 23);
@@ -54,6 +57,7 @@ inline Vec Load(const F16* p) {
   Vec small = __builtin_convertvector(magnitude, Vec) * 0x1p-24f;
   wide = magnitude < 0x400 ? (IntVec)small : wide;
   return (Vec)(wide | ((bits & 0x8000) << 16));
+#endif
 }
 
 // Sixteen bytes as integers. (GCC 12 converts a vector of bytes piece by piece.)

@@ -2,7 +2,8 @@
 """Compares the engine with its peers on one machine in one run, and prints JSON.
 
 All workers stay loaded; each workload runs on one after the other, round after round, so that a drifting machine drifts for all.
-A figure is the median over rounds; a ratio is the median of the rounds' ratios. Peers need `scripts/bench_peers`.
+A figure is the median over rounds; a ratio is the median of the rounds' ratios. Peers need `scripts/bench_peers`. A worker is a
+program and what it does with the weights: a dtype they are spread out into, or "packed" for the blocks of the file.
 
     python scripts/bench_engine.py [--rounds 5] [--workers ours-bfloat16,transformers-bfloat16,...] [--workloads decode-1,...]
 """
@@ -24,11 +25,13 @@ from jaxinfer.weights import presets
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 WORKERS = (
+    "ours-packed",
     "ours-bfloat16",
     "ours-float32",
     "transformers-bfloat16",
     "transformers-float32",
     "llamacpp-bfloat16",
+    "llamacpp-packed",
 )
 WORKLOADS = ("decode-1", "decode-8", "decode-32", "prefill", "mixed")
 
@@ -43,7 +46,7 @@ class Worker:
             kind
         ]
         python = sys.executable if kind == "ours" else os.environ.get("PEERS", str(PEERS))
-        path = bf16_model if kind == "llamacpp" else model
+        path = bf16_model if name == "llamacpp-bfloat16" else model
         command = [python, str(ROOT / "scripts" / "bench" / script), str(path), dtype]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.load_s: float = self._answer()["load_s"]
@@ -81,7 +84,7 @@ def main() -> None:
     names = args.workers.split(",")
     with tempfile.TemporaryDirectory() as folder:
         bf16_model = Path(folder) / "bf16.gguf"
-        if any(name.startswith("llamacpp") for name in names):
+        if "llamacpp-bfloat16" in names:
             subprocess.run(
                 [sys.executable, str(ROOT / "scripts/bench/to_bf16.py"), str(model), str(bf16_model)],
                 check=True,

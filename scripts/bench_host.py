@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """What the host does for each step and token, with a model so small that the device is not the limit. Prints JSON.
 
-The time of a step is split by wrapping the engine's parts; waiting for the device is measured apart and left out. `cpu_us_per_token` is
+The time of a step is split by wrapping the engine's parts; waiting for the device is measured apart and left out. `policy_us` is
+scheduling, building and reading together, what is left is the two calls that start programs. `cpu_us_per_token` is
 the loop thread's own CPU time, which XLA's dispatch is part of.
 
     JAX_PLATFORMS=cpu python scripts/bench_host.py [--sequences 1,8,32,64,128,200,256] [--tokens 64]
@@ -67,6 +68,27 @@ def measure(llm: LLM, sequences: int, tokens: int) -> dict[str, float]:
         return read(flight)
 
     engine._read = read_when_ready
+    programs = engine._runner.programs
+
+    def when_idle(find: Callable) -> Callable:
+        """XLA's CPU client starts a program only when the one before has ended, and lets the caller wait for it."""
+
+        def found(*key: Any) -> Callable:
+            program = find(*key)
+
+            def call(*args: Any) -> Any:
+                start = time.perf_counter()
+                jax.block_until_ready(args)
+                waited = time.perf_counter() - start
+                clock.seconds["wait"] += waited
+                clock.seconds["dispatch"] -= waited
+                return program(*args)
+
+            return call
+
+        return found
+
+    programs.forward, programs.sample = when_idle(programs.forward), when_idle(programs.sample)
     steps, generated = engine.num_steps, sum(len(s.tokens) for s in engine.scheduler.decoding)
     running = list(engine.scheduler.decoding)
     gc.collect()
@@ -76,9 +98,11 @@ def measure(llm: LLM, sequences: int, tokens: int) -> dict[str, float]:
     wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
     for owner, method in parts:
         delattr(owner, method)
+    del programs.forward, programs.sample
     steps = engine.num_steps - steps
     generated = sum(len(s.tokens) for s in running) - generated
     waited = clock.seconds.pop("wait")
+    clock.seconds["policy"] = sum(clock.seconds[part] for part in ("schedule", "build", "read"))
     figures = {f"{name}_us": seconds / steps * 1e6 for name, seconds in clock.seconds.items()}
     host = (wall - waited) / steps * 1e6
     return {

@@ -47,6 +47,7 @@ class BatchBuilder:
         self._row_floats = self._rows[:, len(ROW_INTS) :].view(np.float32)
         self._full = np.zeros(num_slots, bool)
         self._padding = num_slots - 1
+        self._layouts: dict[Bucket, ForwardLayout] = {}
 
     def set_row(self, slot: int, params: SamplingParams, seed: int, *, full: bool) -> None:
         """Gives a slot to a sequence with these parameters; seed is any 64-bit integer."""
@@ -61,21 +62,24 @@ class BatchBuilder:
         decode, chunks = step.decode, step.prefill
         block = self._buckets.block
         num_blocks = sum(-(-chunk.length // block) for chunk in chunks)
-        bucket = self._buckets.fit(len(decode), num_blocks)
-        layout = ForwardLayout(bucket, self._groups, self._width)
+        n = len(decode)
+        bucket = self._buckets.fit(n, num_blocks)
+        layout = self._layouts.get(bucket)
+        if layout is None:
+            layout = self._layouts[bucket] = ForwardLayout(bucket, self._groups, self._width)
         ints = np.zeros(layout.size, np.int32)
         tokens, positions, kv_lens, samples, tables = layout.views(ints)
 
-        n = len(decode)
         slots = [seq.slot for seq in decode]
         lens = [seq.num_computed for seq in decode]
-        kv_lens[:n] = lens
-        positions[:n] = kv_lens[:n] - 1
-        tokens[:n] = [
-            seq.tokens[length - 1] if length <= len(seq.tokens) else -1 - seq.slot
-            for seq, length in zip(decode, lens, strict=True)
-        ]
-        tables[:, :n] = self._tables[:, slots]
+        if n:
+            kv_lens[:n] = lens
+            np.subtract(kv_lens[:n], 1, out=positions[:n])
+            tokens[:n] = [
+                seq.tokens[length - 1] if length <= len(seq.tokens) else -1 - seq.slot
+                for seq, length in zip(decode, lens, strict=True)
+            ]
+            tables[:, :n] = self._tables[:, slots]
 
         sampled = list(decode)
         rows = list(range(n))

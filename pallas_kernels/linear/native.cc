@@ -13,7 +13,7 @@ constexpr int kRows = 4;          // rows of w in a tile
 constexpr int kMaxX = 6;          // rows of x in a tile: 24 sums, 4 weights, 1 x fill 29 of 32 registers
 constexpr int kTall = 8;          // rows of x in a tile with 2 rows of w: more products for each weight widened on the way
 constexpr int kThin = 32;         // up to so many rows of x, weights are widened on the way, else first
-constexpr int64_t kGrain = 64;    // rows of w that a thread takes at once
+constexpr int64_t kGrain = 64;    // most rows of w that a thread takes at once
 constexpr int64_t kDepth = 768;   // of K in one pass: 6 rows of x and 4 of w are 30 KB
 
 // Kinds of weights. At(r, i): the same from row r and column i on. Load<h>(r, i): 16 values of row r from column i + h on, where i
@@ -156,8 +156,12 @@ void Meet(const float* x, int64_t m, int64_t ldx, const W& w, int64_t n, int64_t
 // `rows_from(first, count)` gives a thread its rows of w.
 template <class RowsFrom>
 void Multiply(ffi::ThreadPool& pool, const float* x, RowsFrom rows_from, float* y, int64_t m, int64_t n, int64_t k) {
-  ParallelFor(pool, (n + kGrain - 1) / kGrain, [&](int64_t item) {
-    const int64_t first = item * kGrain, rows = std::min(n - first, kGrain);
+  // As many shares for one thread as for another, each of whole tiles.
+  const int64_t shares = 2 * pool.num_threads();
+  const int64_t items = ((n + kGrain - 1) / kGrain + shares - 1) / shares * shares;
+  const int64_t grain = ((n + items - 1) / items + kRows - 1) / kRows * kRows;
+  ParallelFor(pool, (n + grain - 1) / grain, [&](int64_t item) {
+    const int64_t first = item * grain, rows = std::min(n - first, grain);
     const auto mine = rows_from(first, rows);
     using W = std::decay_t<decltype(mine)>;
     for (int64_t depth = 0; depth < k; depth += kDepth) {

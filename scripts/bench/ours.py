@@ -1,4 +1,4 @@
-"""Benchmark worker: jaxinfer's own engine. Arguments: model, dtype."""
+"""Benchmark worker: jaxinfer's own engine. Arguments: model, and a dtype or "packed" for weights in the blocks they are stored in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def load():
     from jaxinfer import LLM, SamplingParams
 
     model, dtype = sys.argv[1:3]
-    llm = LLM(model, dtype=dtype, max_num_seqs=32, max_model_len=2048, enable_prefix_caching=False)
+    weights = {"weights": "packed"} if dtype == "packed" else {"dtype": dtype}
+    llm = LLM(model, **weights, max_num_seqs=32, max_model_len=2048, enable_prefix_caching=False)
 
     def greedy(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
