@@ -20,6 +20,7 @@ from jaxinfer.weights import presets
 # Only the module of the subcommand asked for is imported.
 COMMANDS = {
     "run": ("jaxinfer.run:main", "answer a prompt, or a JSONL file of requests"),
+    "serve": ("jaxinfer.serve:main", "serve the OpenAI API over HTTP"),
     "bench": ("jaxinfer.bench:main", "throughput, TTFT and inter-token latency of the engine"),
     "models": ("jaxinfer.cli:models", "list the presets, or fetch one"),
 }

@@ -20,6 +20,7 @@ from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
 from jaxinfer.engine.request import (
     CompletionOutput,
+    EngineLoad,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -92,6 +93,16 @@ class Engine:
         self._next_id = 0
         # A process must not end while the device computes: XLA's threads release Python objects when they finish.
         weakref.finalize(self, runner.wait)
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        scheduler = self.scheduler
+        pool = scheduler.kv.pool
+        return EngineLoad(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.prefilling) + len(scheduler.decoding),
+            kv_usage=1 - pool.available / pool.total,
+        )
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)

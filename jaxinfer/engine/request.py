@@ -219,6 +219,15 @@ class RequestOutput:
     error: str | None = None  # why, when a finish_reason is "error"
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is: requests by state, and the share of the KV pages that running requests hold, 0 to 1."""
+
+    waiting: int = 0
+    running: int = 0
+    kv_usage: float = 0.0
+
+
 def token_ids(value: object, param: str = "prompt") -> list[int]:
     """A list of token ids as Python's integers, from any flat sequence or array of integers.
 

@@ -1,0 +1,137 @@
+"""`python -m jaxinfer.serve --model M`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.cli import ArgumentParser, guarded
+from jaxinfer.config.server import ServerConfig
+
+if TYPE_CHECKING:
+    from jaxinfer.api import LLM
+    from jaxinfer.server.context import ServedModel
+
+_HELP = {
+    "host": "address to listen on; 0.0.0.0 is every one of this machine's",
+    "port": "0 takes any free port",
+    "served_model_name": "what clients call the model (default: what --model says)",
+    "api_keys_file": "file with one API key a line; without it no key is asked for",
+    "admin_keys_file": "file with one key a line for /admin routes; without it they are off",
+    "cors_origins": "an origin that browsers may call from, or *; may be repeated (default: none)",
+    "max_body_bytes": "largest request body",
+    "max_header_bytes": "largest header, and all headers together",
+    "max_json_depth": "how deeply a body may nest",
+    "max_queued_requests": "requests that may wait for their first token; more are answered 429",
+    "max_queued_prefill_tokens": "prompt tokens that may wait to be computed; more are answered 429",
+    "max_n": "completions of one request, over all its prompts",
+    "request_timeout_s": "from a request's arrival to the end of its answer",
+    "template_timeout_s": "for rendering and tokenising one prompt",
+    "keep_alive_s": "a stream silent so long gets a comment line",
+    "max_unread_bytes": "a streaming client that leaves more unread is dropped",
+    "drain_timeout_s": "how long SIGTERM waits for requests in progress",
+    "safe_prompts": "text of users, tools and documents never becomes a control token",
+    "log_requests": "one JSON line a request on stderr",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or Ctrl-C; exit code 0 then, 1 when it cannot start, 2 on usage errors."""
+    parser = _parser()
+    args = parser.parse(sys.argv[1:] if argv is None else argv)
+    if args.model is None:
+        parser.error("--model is required")
+    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
+    config = ServerConfig(**{**settings, "cors_origins": tuple(args.cors_origins)})
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("jaxinfer").setLevel(logging.INFO)
+
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+    from jaxinfer.api import LLM
+
+    options = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        weights=args.weights,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+    asyncio.run(_serve(llm, config))
+    return 0
+
+
+def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
+    """What the server needs to know of a model."""
+    from jaxinfer.server.context import ServedModel
+
+    return ServedModel(
+        name=config.served_model_name or llm.model_name,
+        tokenizer=llm.tokenizer,
+        chat_template=llm.chat_template,
+        max_model_len=llm.max_model_len,
+        vocab_size=llm.vocab_size,
+        defaults=llm.generation_defaults,
+        facts={"architecture": llm.model_config.family, "vocab_size": llm.vocab_size},
+    )
+
+
+async def _serve(llm: LLM, config: ServerConfig) -> None:
+    from jaxinfer.engine.service import EngineService
+    from jaxinfer.server.context import ServerContext
+    from jaxinfer.server.lifecycle import running, until_signal
+
+    context = ServerContext(served_model(llm, config), EngineService(llm.engine), config)
+    async with running(context) as url:
+        print(f"serving {context.model.name} at {url}", file=sys.stderr, flush=True)
+        await until_signal()
+        print("draining", file=sys.stderr, flush=True)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="jaxinfer serve", description="Serve a model over the OpenAI API.")
+    parser.add_argument("--model", metavar="M", help="preset, directory, .gguf file or hub id")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and arithmetic (default: by model)"
+    )
+    engine.add_argument(
+        "--weights",
+        choices=("auto", "packed", "dense"),
+        default="auto",
+        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
+    )
+    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
+    server = parser.add_argument_group("server")
+    types = typing.get_type_hints(ServerConfig)
+    for field in dataclasses.fields(ServerConfig):
+        server.add_argument(f"--{field.name.replace('_', '-')}", **_flag(field, types[field.name]))
+    return parser
+
+
+def _flag(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
+    text = _HELP[field.name]
+    options: dict[str, Any] = {"dest": field.name, "default": field.default}
+    if field.name == "cors_origins":
+        return {**options, "action": "append", "default": [], "metavar": "ORIGIN", "help": text}
+    if kind is bool:
+        from argparse import BooleanOptionalAction
+
+        return {**options, "action": BooleanOptionalAction, "help": text}
+    optional = field.default is None
+    base = next(a for a in typing.get_args(kind) if a is not type(None)) if optional else kind
+    metavar = {int: "N", float: "SECONDS", str: "TEXT", Path: "FILE"}[base]
+    shown = text if optional else f"{text} (default: {field.default})"
+    return {**options, "type": base, "metavar": metavar, "help": shown}
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main, sys.argv[1:]))

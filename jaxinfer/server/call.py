@@ -1,0 +1,43 @@
+"""What the server keeps about one HTTP request while it is answered."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request.
+
+    Attributes:
+      id: the client's x-request-id where it is a sane one, else a new one; answers carry it back.
+      headers: for the answer, whichever handler makes it.
+      note: what the request's line in the log says beside the usual.
+      head_sent: a streamed answer has begun, so that no error response can follow.
+    """
+
+    id: str
+    headers: dict[str, str] = field(default_factory=dict)
+    note: dict[str, Any] = field(default_factory=dict)
+    head_sent: bool = False
+
+
+_CALL = web.RequestKey("call", Call)
+
+
+def call_of(request: web.Request) -> Call:
+    """Always the same for one request."""
+    call = request.get(_CALL)
+    if call is None:
+        sent = request.headers.get("x-request-id", "")
+        call = Call(sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex)
+        call.headers["x-request-id"] = call.id
+        request[_CALL] = call
+    return call

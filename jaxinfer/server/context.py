@@ -1,0 +1,87 @@
+"""What every handler of one server shares."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from jaxinfer.config.server import ServerConfig
+from jaxinfer.engine.service import EngineService
+from jaxinfer.errors import RequestError
+from jaxinfer.protocol.prompt import PreparedRequest, prepare
+from jaxinfer.protocol.request import GenerationRequest
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedModel:
+    """The model as requests meet it: jaxinfer.LLM without its engine.
+
+    Attributes:
+      defaults: sampling settings for what a request leaves open.
+      facts: shown by /v1/models: architecture, parameters, dtype and the like.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    max_model_len: int
+    vocab_size: int
+    defaults: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ServerContext:
+    """One server's model, engine, settings and state.
+
+    Attributes:
+      draining: set on SIGTERM; new requests are refused, those in progress go on.
+      started: when the server began, seconds since 1970.
+    """
+
+    def __init__(self, model: ServedModel, service: EngineService, config: ServerConfig):
+        self.model = model
+        self.service = service
+        self.config = config
+        self.metrics = Metrics(service, model)
+        self.draining = False
+        self.started = int(time.time())
+        # Rendering and tokenising hold the GIL for milliseconds; a few threads keep one slow prompt from blocking the rest.
+        self._workers = ThreadPoolExecutor(4, thread_name_prefix="prepare")
+
+    async def prepare(self, request: GenerationRequest) -> PreparedRequest:
+        """`jaxinfer.protocol.prompt.prepare` off the event loop. RequestError when it takes too long."""
+        model = self.model
+
+        def work() -> PreparedRequest:
+            return prepare(
+                request,
+                model.tokenizer,
+                model.chat_template,
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+                safe=self.config.safe_prompts,
+            )
+
+        limit = self.config.template_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        except TimeoutError:
+            raise RequestError(
+                f"rendering and tokenising the prompt took more than {limit:g} s: shorten it"
+            ) from None
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+CONTEXT = web.AppKey("context", ServerContext)

@@ -1,0 +1,204 @@
+"""/v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from jaxinfer.engine.request import RequestOutput
+from jaxinfer.engine.service import Increment, RequestStream
+from jaxinfer.errors import RequestError
+from jaxinfer.protocol.errors import SERVER_ERROR, error_object
+from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request
+from jaxinfer.protocol.prompt import PreparedRequest
+from jaxinfer.protocol.request import GenerationRequest
+from jaxinfer.protocol.response import chat_completion, failure_of, text_completion
+from jaxinfer.protocol.stream import DONE, ChunkStream, error_event
+from jaxinfer.server.admission import check_alive, check_room
+from jaxinfer.server.body import read_json
+from jaxinfer.server.call import call_of
+from jaxinfer.server.context import CONTEXT, ServerContext
+from jaxinfer.server.errors import HTTPFailure
+from jaxinfer.server.errors import failure_of as http_failure_of
+from jaxinfer.server.sse import EventStream
+
+_numbers = itertools.count()  # ids in the engine are our own: a client may send one id twice
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, parse_chat_request, "chatcmpl-")
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    return await _generate(request, parse_completion_request, "cmpl-")
+
+
+async def _generate(
+    request: web.Request, parse: Callable[..., GenerationRequest], prefix: str
+) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    check_alive(context)
+    parsed = parse(await read_json(request), context.model.defaults)
+    check_model(context, parsed.model)
+    check_room(context, 0)
+    prepared = await context.prepare(parsed)
+    count = len(prepared.prompts) * prepared.params.n
+    if count > context.config.max_n:
+        raise RequestError(
+            f"{len(prepared.prompts)} prompts with n={prepared.params.n} are {count} completions, the most allowed is "
+            f"{context.config.max_n}",
+            param="n",
+        )
+    check_room(context, sum(len(p.token_ids) for p in prepared.prompts))
+    job = _Job(request, context, prepared, prefix + call_of(request).id)
+    try:
+        return await (job.stream() if parsed.stream else job.whole())
+    finally:
+        job.end()
+
+
+def check_model(context: ServerContext, asked: str | None) -> None:
+    """Raises HTTPFailure 404 for a model that is not served here."""
+    if asked is not None and asked != context.model.name:
+        raise HTTPFailure(
+            404,
+            f"the model {asked[:200]!r} is not served here; {context.model.name!r} is",
+            param="model",
+            code="model_not_found",
+        )
+
+
+class _Job:
+    """One HTTP request: an engine request for each of its prompts."""
+
+    def __init__(
+        self, request: web.Request, context: ServerContext, prepared: PreparedRequest, response_id: str
+    ):
+        self._request = request
+        self._context = context
+        self._prepared = prepared
+        self._id = response_id
+        self._created = int(time.time())
+        self._deadline = asyncio.get_running_loop().time() + context.config.request_timeout_s
+        self._streams: list[RequestStream] = []
+
+    async def whole(self) -> web.Response:
+        async with asyncio.timeout_at(self._deadline):
+            await self._submit(None)
+            await asyncio.gather(*(stream.done for stream in self._streams))
+        outputs = self._outputs()
+        for output in outputs:
+            failure = failure_of(output)
+            if failure is not None:
+                raise HTTPFailure(500, failure, code="generation_failed")
+        shown: dict[str, Any] = {
+            "response_id": self._id,
+            "created": self._created,
+            "model": self._context.model.name,
+        }
+        tokenizer = self._context.model.tokenizer
+        if self._prepared.request.chat is not None:
+            assert tokenizer is not None  # prepare has refused it
+            return web.json_response(chat_completion(self._prepared, outputs[0], tokenizer, **shown))
+        return web.json_response(text_completion(self._prepared, outputs, tokenizer, **shown))
+
+    async def stream(self) -> web.StreamResponse:
+        config = self._context.config
+        chunks = ChunkStream(
+            self._prepared,
+            self._context.model.tokenizer,
+            response_id=self._id,
+            created=self._created,
+            model=self._context.model.name,
+        )
+        events = EventStream(
+            self._request,
+            keep_alive_s=config.keep_alive_s,
+            max_unread_bytes=config.max_unread_bytes,
+            on_drop=self._on_drop,
+        )
+        places: dict[str, int] = {}
+        failures: list[str] = []
+        metrics = self._context.metrics
+
+        def sink(stream: RequestStream, increments: list[Increment]) -> None:
+            output = stream.output
+            assert output is not None
+            place = places[stream.request_id]
+            parts = []
+            for increment in increments:
+                if increment.finish_reason in ("error", "abort"):
+                    failures.append(output.error or "the engine ended the request before it was answered")
+                else:
+                    parts.append(chunks.advance(place, increment, output))
+            metrics.progress(stream)
+            events.write(b"".join(parts))
+
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._submit(sink, places)
+            response = await events.open(call_of(self._request).headers, chunks.opening())
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    await asyncio.gather(*(stream.done for stream in self._streams))
+                failure = error_object(failures[0], kind=SERVER_ERROR) if failures else None
+            except Exception as error:  # the head is out: what is left is an event
+                failure = http_failure_of(error).error
+            if failure is None:
+                events.write(chunks.closing(self._outputs()))
+            else:
+                call_of(self._request).note["error"] = failure["message"]
+                events.write(error_event(failure) + DONE)
+            await events.close()
+            return response
+        finally:
+            events.cancel()
+
+    def end(self) -> None:
+        """Takes what still runs out of the engine, and notes what the request was for the log."""
+        note = call_of(self._request).note
+        note["prompt_tokens"] = sum(len(p.token_ids) for p in self._prepared.prompts)
+        outputs = [stream.output for stream in self._streams if stream.output is not None]
+        completions = [c for output in outputs for c in output.outputs]
+        note["completion_tokens"] = sum(len(c.token_ids) for c in completions)
+        note["cached_tokens"] = sum(output.cached_tokens for output in outputs)
+        note["finish_reasons"] = [c.finish_reason for c in completions]
+        firsts = [s.first_token - s.submitted for s in self._streams if s.first_token is not None]
+        if firsts:
+            note["ttft_ms"] = round(min(firsts) * 1e3, 2)
+        for stream in self._streams:
+            self._context.service.abort(stream)
+
+    async def _submit(self, sink: Any, places: dict[str, int] | None = None) -> None:
+        request = self._prepared.request
+        for place, prompt in enumerate(self._prepared.prompts):
+            request_id = f"{self._id}-{next(_numbers)}"
+            if places is not None:
+                places[request_id] = place
+            self._streams.append(
+                await self._context.service.submit(
+                    request_id,
+                    prompt.token_ids,
+                    self._prepared.params,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    sink=sink,
+                )
+            )
+
+    def _outputs(self) -> list[RequestOutput]:
+        outputs = []
+        for stream in self._streams:
+            assert stream.output is not None
+            outputs.append(stream.output)
+        return outputs
+
+    def _on_drop(self) -> None:
+        call_of(self._request).note["error"] = "the client read too slowly and was dropped"
+        for stream in self._streams:
+            self._context.service.abort(stream)

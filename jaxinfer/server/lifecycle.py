@@ -1,0 +1,78 @@
+"""From a socket that listens to the last answer: start, run until a signal, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from jaxinfer.errors import ConfigError
+from jaxinfer.server.app import make_app
+from jaxinfer.server.context import ServerContext
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.asynccontextmanager
+async def running(context: ServerContext) -> AsyncIterator[str]:
+    """Serves while the block runs; gives the base URL. Leaving it drains, then stops the engine's thread.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+    """
+    config = context.config
+    runner = web.AppRunner(
+        make_app(context),
+        handler_cancellation=True,  # a client that leaves ends its handler, and so its request
+        access_log=None,
+        shutdown_timeout=1.0,  # by then everything has been drained or given up
+        max_field_size=config.max_header_bytes,
+        max_headers=config.max_header_bytes,
+    )
+    context.service.start()
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.host, config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        host, port = runner.addresses[0][:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        await drain(context)
+    finally:
+        context.draining = True
+        await context.service.stop()
+        await runner.cleanup()
+        context.close()
+
+
+async def drain(context: ServerContext) -> None:
+    """Takes no new requests and waits for those in progress, as long as the settings allow."""
+    context.draining = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(context.config.drain_timeout_s):
+            while context.service.num_active and context.service.healthy:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0)  # let handlers write their last events
+    if context.service.num_active:
+        logger.warning("%d requests were cut off by the end of the drain", context.service.num_active)
+
+
+async def until_signal() -> None:
+    """Returns on SIGTERM or SIGINT; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def first() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, first)
+    await stop.wait()
