@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxinfer.api import LLM
-    from jaxinfer.engine.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxinfer.engine.request import CompletionOutput, Constraint, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Constraint", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str):
@@ -21,7 +21,7 @@ def __getattr__(name: str):
         from jaxinfer.api import LLM
 
         return LLM
-    if name in ("CompletionOutput", "RequestOutput", "SamplingParams"):
+    if name in ("CompletionOutput", "Constraint", "RequestOutput", "SamplingParams"):
         from jaxinfer.engine import request
 
         return getattr(request, name)

@@ -37,6 +37,7 @@ class LLM:
     Attributes:
       engine: the engine itself, for callers that add and step requests on their own.
       params: the model's weights on the device, in the order of jaxinfer.models.params.param_specs.
+      start_seconds: what the phases of opening the model took.
       tokenizer, chat_template: None for checkpoints that have none.
       generation_defaults: sampling settings that the checkpoint recommends.
     """
@@ -61,6 +62,7 @@ class LLM:
         self.engine = built.engine
         self.model_config = built.model.config
         self.params = built.params
+        self.start_seconds = built.seconds
         self.tokenizer = built.tokenizer
         self.chat_template = None if built.tokenizer is None else ChatTemplate.from_tokenizer(built.tokenizer)
         self.generation_defaults = built.generation_defaults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class Built:
     cache_spec: CacheSpec
     tokenizer: Tokenizer | None
     generation_defaults: Mapping[str, Any]
+    seconds: Mapping[str, float]  # that each phase took, in order
 
 
 def build_engine(
@@ -70,6 +72,7 @@ def build_engine(
       ConfigError: the settings cannot work; the message names the numbers that disagree.
     """
     compat.use_compilation_cache()
+    clock = _Clock()
     checkpoint = open_checkpoint(model)
     family = family_for(checkpoint.config)
     config = family.config_from_hf(checkpoint.config)
@@ -86,11 +89,13 @@ def build_engine(
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
     module = family.model(config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len)
+    clock.lap("open")
     if keeps_blocks(weights, dtype, can_multiply=widen):
         kept = keep_blocks(module, checkpoint.block_kind)
         if weights == "packed" and not kept:
             raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
     params = load_params(module, checkpoint)
+    clock.lap("weights")
 
     spec = cache_spec(module, config, engine_config, served)
     engine_config = dataclasses.replace(
@@ -119,6 +124,7 @@ def build_engine(
     )
     if warm_up:
         programs.compile_all()
+    clock.lap("programs")
     runner = ModelRunner(programs, params, programs.new_cache()(), num_slots)
     tokenizer = checkpoint.tokenizer()
     engine = Engine(
@@ -131,7 +137,23 @@ def build_engine(
         vocab_size=config.vocab_size,
         table_width=width,
     )
-    return Built(engine, programs, module, params, spec, tokenizer, checkpoint.generation_config)
+    clock.lap("tokenizer and cache")
+    return Built(
+        engine, programs, module, params, spec, tokenizer, checkpoint.generation_config, clock.seconds
+    )
+
+
+class _Clock:
+    """Seconds between calls of `lap`, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
 
 
 def keeps_blocks(weights: str, dtype: str | None, *, can_multiply: bool) -> bool:

@@ -18,6 +18,7 @@ from jaxinfer.config.engine import EngineConfig
 from jaxinfer.engine.batch import BatchBuilder, StepArrays
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
+from jaxinfer.engine.constraint import GrammarCompiler, Matcher
 from jaxinfer.engine.request import (
     CompletionOutput,
     EngineLoad,
@@ -90,6 +91,10 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._biased_slots: set[int] = set()  # slots whose bias row on the device is not zero
+        self._allowed = np.full((config.max_num_seqs + 1, -(-vocab_size // 32)), -1, np.int32)
+        self._constrained_slots: set[int] = set()  # slots whose row of it is not all ones
+        self._allowed_changed = False
+        self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, self._eos)
         self._next_id = 0
         # A process must not end while the device computes: XLA's threads release Python objects when they finish.
         weakref.finalize(self, runner.wait)
@@ -184,6 +189,9 @@ class Engine:
                 self._prepare_slot(chunk.seq)
             for seq in step.decode:
                 self._refresh_rules(seq)
+            if self._allowed_changed:
+                self._allowed_changed = False
+                self._runner.set_allowed(self._allowed.copy())
             arrays = self._builder.build(step)
             want_logprobs = any(seq.request.params.logprobs is not None for seq in arrays.sampled)
             dispatched = self._runner.dispatch(arrays, logprobs=want_logprobs)
@@ -234,7 +242,8 @@ class Engine:
             )
         rules = None
         if TokenRules.needed(params):
-            rules = TokenRules(params, end_ids | set(params.stop_token_ids), self._vocab_size)
+            matcher = self._matcher(params)
+            rules = TokenRules(params, end_ids | set(params.stop_token_ids), self._vocab_size, matcher)
         self._next_id += 1
         return Sequence(
             seq_id=self._next_id,
@@ -248,6 +257,16 @@ class Engine:
             needs_tokens=rules is not None and rules.needs_tokens,
             request=Completion(state, output, params, detokenizer, end_ids, max_tokens, seed, rules),
         )
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        if params.constraint is None:
+            return None
+        if self.grammars is None or not self._eos:
+            raise RequestError(
+                f"{params.constraint.param} needs a tokenizer and an end-of-sequence token, and this model lacks one",
+                param=params.constraint.param,
+            )
+        return self.grammars.compile(params.constraint)
 
     def _prepare_slot(self, seq: Sequence) -> None:
         """Tells builder and device about a sequence that has just been given its slot."""
@@ -267,6 +286,10 @@ class Engine:
             if completion.rules is None and seq.slot in self._biased_slots:
                 self._biased_slots.remove(seq.slot)
                 self._runner.set_bias(seq.slot, np.zeros(self._vocab_size, np.float32))
+            if seq.slot in self._constrained_slots:
+                self._constrained_slots.remove(seq.slot)
+                self._allowed[seq.slot] = -1
+                self._allowed_changed = True
         self._refresh_rules(seq)
 
     def _refresh_rules(self, seq: Sequence) -> None:
@@ -279,6 +302,10 @@ class Engine:
             completion.rules_state = state
             self._biased_slots.add(seq.slot)
             self._runner.set_bias(seq.slot, rules.bias(state))
+        if rules.matcher is not None:
+            self._allowed[seq.slot] = rules.matcher.mask(completion.output.token_ids)
+            self._constrained_slots.add(seq.slot)
+            self._allowed_changed = True
 
     def _score_prompts(
         self, chunks: list[PrefillChunk], arrays: StepArrays, step: Dispatched

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -109,6 +110,15 @@ def environment_parts() -> dict[str, str]:
         "flags": repr((os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"))),
         "settings": repr(sorted(compat.compile_settings().items())),
     }
+
+
+def class_digest(cls: type) -> str:
+    """Of the source files that a class and its bases are written in, wherever they are: a family may live outside this package."""
+    digest = hashlib.sha256()
+    for file in sorted({inspect.getsourcefile(base) or "" for base in cls.__mro__ if base is not object}):
+        if os.path.isfile(file):
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxinfer.errors import RequestError
 from jaxinfer.values import as_integer, as_number, shown
@@ -41,6 +42,65 @@ _NUMBERS = {
 _BOOLEANS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+_MAX_GRAMMAR_CHARS = 2**18
+_MAX_SCHEMA_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A form that the generated text must have; each token is chosen among those that can still lead to it.
+
+    Attributes:
+      kind: "json_schema", "json_object" (any JSON object), "regex" (of the whole text), "choice" or "grammar".
+      value: the schema as JSON text, the expression, a JSON array of the texts to choose among, or a grammar in Lark's or GBNF's
+        notation; "" for json_object.
+      param: the request field it came from, for error messages.
+    """
+
+    kind: ConstraintKind
+    value: str = ""
+    param: str = field(default="constraint", compare=False)
+
+    def __post_init__(self) -> None:
+        kinds = get_args(ConstraintKind)
+        if self.kind not in kinds:
+            raise RequestError(
+                f"a constraint is one of {', '.join(kinds)}, got {shown(self.kind)}", param=self.param
+            )
+        if not isinstance(self.value, str):
+            raise RequestError(f"a {self.kind} must be text, got {shown(self.value)}", param=self.param)
+        _check_unicode(self.param, self.value)
+        if self.kind == "json_object":
+            return
+        if not self.value.strip():
+            raise RequestError(f"the {self.kind} is empty", param=self.param)
+        if "\0" in self.value or "\\u0000" in self.value:
+            raise RequestError(f"the {self.kind} must not hold NUL characters", param=self.param)
+        if len(self.value) > _MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"the {self.kind} has {len(self.value)} characters, the most allowed is {_MAX_GRAMMAR_CHARS}",
+                param=self.param,
+            )
+        if self.kind in ("json_schema", "choice"):
+            self._check_json()
+
+    def _check_json(self) -> None:
+        try:
+            value = json.loads(self.value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the {self.kind} is not JSON: {error}", param=self.param) from None
+        if self.kind == "choice":
+            if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+                raise RequestError("choice must be a list of non-empty texts", param=self.param)
+        elif not isinstance(value, dict | bool):
+            raise RequestError(f"a JSON schema is an object, got {shown(value)}", param=self.param)
+        if _depth(value) > _MAX_SCHEMA_DEPTH:
+            raise RequestError(
+                f"the {self.kind} is nested more than {_MAX_SCHEMA_DEPTH} deep", param=self.param
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to turn logits into tokens, and when to stop.
@@ -69,6 +129,7 @@ class SamplingParams:
         the protocol turn them into bad_words_ids (jaxinfer.protocol.text_params).
       bad_words_ids: the same as token sequences.
       allowed_token_ids: when given, nothing else is generated.
+      constraint: a form the text must have (JSON, a grammar, ...); it cannot go with ignore_eos.
       skip_special_tokens: leave control tokens out of the text.
       include_stop_str_in_output: keep the stop string in the text.
     """
@@ -93,6 +154,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
+    constraint: Constraint | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -145,6 +207,15 @@ class SamplingParams:
             raise RequestError("bad_words_ids must not hold empty words", param="bad_words_ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(
+                f"constraint must be a Constraint or None, got {shown(self.constraint)}", param="constraint"
+            )
+        if self.constraint is not None and self.ignore_eos:
+            raise RequestError(
+                f"ignore_eos cannot go with {self.constraint.param}: the text ends where its form does",
+                param="ignore_eos",
+            )
         if self.temperature < _GREEDY_BELOW and self.n > 1:
             raise RequestError(
                 f"n={self.n} needs sampling, but temperature is {self.temperature:g} (greedy): every completion would "
@@ -324,6 +395,17 @@ def _members(name: str, value: object, wanted: str) -> tuple[Any, ...]:
         except TypeError:  # an array without dimensions
             pass
     raise RequestError(f"{name} must be {wanted}, got {shown(value)}", param=name)
+
+
+def _depth(value: Any) -> int:
+    """How deeply lists and objects nest; without recursion."""
+    deepest, left = 0, [(value, 1)]
+    while left:
+        item, depth = left.pop()
+        if isinstance(item, dict | list):
+            deepest = max(deepest, depth)
+            left += [(child, depth + 1) for child in (item.values() if isinstance(item, dict) else item)]
+    return deepest
 
 
 def _check_unicode(name: str, text: str) -> None:

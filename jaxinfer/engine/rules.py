@@ -1,4 +1,4 @@
-"""Which tokens a sequence may generate next: logit_bias, allowed_token_ids, min_tokens, bad words. NumPy only."""
+"""Which tokens a sequence may generate next: logit_bias, allowed_token_ids, min_tokens, bad words, grammars. NumPy only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Set
 
 import numpy as np
 
+from jaxinfer.engine.constraint import Matcher
 from jaxinfer.engine.request import SamplingParams
 
 
@@ -16,14 +17,21 @@ class TokenRules:
       needs_tokens: the state depends on generated tokens, so the host must have read them all before the next step.
     """
 
-    def __init__(self, params: SamplingParams, end_ids: Set[int], vocab_size: int):
-        """end_ids: tokens that end this completion; forbidden until min_tokens are out."""
+    def __init__(
+        self, params: SamplingParams, end_ids: Set[int], vocab_size: int, matcher: Matcher | None = None
+    ):
+        """
+        Args:
+          end_ids: tokens that end this completion; forbidden until min_tokens are out.
+          matcher: of params.constraint.
+        """
+        self.matcher = matcher
         self._vocab_size = vocab_size
         self._params = params
         self._min_tokens = params.min_tokens
         self._end_ids = sorted(i for i in end_ids if i < vocab_size)
         self._phrases = [word for word in params.bad_words_ids if len(word) > 1]
-        self.needs_tokens = bool(self._phrases)
+        self.needs_tokens = bool(self._phrases) or matcher is not None
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
@@ -33,6 +41,7 @@ class TokenRules:
             or params.allowed_token_ids is not None
             or params.bad_words_ids
             or params.min_tokens
+            or params.constraint is not None
         )
 
     def state(self, num_generated: int, generated: list[int]) -> tuple[bool, frozenset[int]]:

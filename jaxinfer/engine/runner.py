@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer import compat
 from jaxinfer.engine.batch import StepArrays
 from jaxinfer.engine.sampling import Logprobs, SamplerState
-from jaxinfer.engine.steps import StepPrograms, zeros_on_device
+from jaxinfer.engine.steps import StepPrograms, fresh_state
 from jaxinfer.weights.load import Params
 
 
@@ -86,11 +86,15 @@ class ModelRunner:
         """Replaces what is added to a slot's logits, float32 [V]."""
         self._state = self.programs.set_bias()(self._sampler_state(), np.int32(slot), bias)
 
+    def set_allowed(self, allowed: np.ndarray) -> None:
+        """Replaces every slot's allowed tokens, int32 [slots, V / 32] as in SamplerState. The array must not change afterwards."""
+        self._state = self._sampler_state()._replace(allowed=jax.device_put(allowed))
+
     def wait(self) -> None:
         """Returns when the device has finished everything dispatched so far."""
         jax.block_until_ready((self._cache, self._last_tokens, self._state))
 
     def _sampler_state(self) -> SamplerState:
         if self._state is None:
-            self._state = zeros_on_device(self.programs.state_shape())
+            self._state = fresh_state(self.programs.state_shape())
         return self._state

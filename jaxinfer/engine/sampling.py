@@ -34,15 +34,17 @@ class RowParams(NamedTuple):
 
 
 class SamplerState(NamedTuple):
-    """What penalties and biases need to know about each slot, kept on the device.
+    """What penalties, biases and grammars need to know about each slot, kept on the device.
 
     Attributes:
       counts: 2 * (times generated) + (1 if it is in the prompt), for every token.
       bias: added to the logits; -inf forbids.
+      allowed: bits of the tokens that a grammar allows, token i in bit i % 32 of word i // 32; all ones without a grammar.
     """
 
     counts: Int[Array, "slots V"]
     bias: Float[Array, "slots V"]
+    allowed: Int[Array, "slots words"]
 
 
 class Logprobs(NamedTuple):
@@ -70,7 +72,7 @@ def sample(
     token = jnp.where(sampled, drawn, token)
     if state is not None:
         counts = state.counts.at[rows.slot, token].add(2)
-        state = SamplerState(counts=counts, bias=state.bias)
+        state = state._replace(counts=counts)
     return jnp.where(bad, -1, token), state
 
 
@@ -83,7 +85,7 @@ def first_argmax(logits: Float[Array, "S V"]) -> Int[Array, " S"]:
 
 
 def apply_penalties(logits: Float[Array, "S V"], rows: RowParams, state: SamplerState) -> Float[Array, "S V"]:
-    """Repetition penalty over prompt and output (arXiv:1909.05858), presence and frequency over output, then biases."""
+    """Repetition penalty over prompt and output (arXiv:1909.05858), presence and frequency over output, then biases, then grammars."""
     counts = state.counts[rows.slot]
     generated = (counts >> 1).astype(jnp.float32)
     penalty = rows.repetition_penalty[:, None]
@@ -91,7 +93,9 @@ def apply_penalties(logits: Float[Array, "S V"], rows: RowParams, state: Sampler
     logits = jnp.where(counts > 0, repeated, logits)
     logits -= rows.frequency_penalty[:, None] * generated
     logits -= rows.presence_penalty[:, None] * (generated > 0)
-    return logits + state.bias[rows.slot]
+    logits += state.bias[rows.slot]
+    bits = state.allowed[rows.slot][:, :, None] >> jnp.arange(32) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def draw(logits: Float[Array, "S V"], rows: RowParams) -> Int[Array, " S"]:

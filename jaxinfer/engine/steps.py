@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer import compat
 from jaxinfer.engine.buckets import Bucket, BucketTable
-from jaxinfer.engine.executables import ExecutableStore, environment_parts
+from jaxinfer.engine.executables import ExecutableStore, class_digest, environment_parts
 from jaxinfer.engine.sampling import Logprobs, RowParams, SamplerState, logprobs_of, sample
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
@@ -174,6 +174,7 @@ class StepPrograms:
         """What the programs depend on beside the environment; their own shapes are in their names."""
         return {
             "model": repr((type(self._model).__qualname__, self._model.config, self._graph, self._dtype)),
+            "family": class_digest(type(self._model)),
             "parameters": repr(self._param_shapes),
             "cache": repr((self._spec, self._num_pages, self._model.page_groups)),
             "rows": repr((self._num_slots, self._table_width)),
@@ -244,8 +245,11 @@ class StepPrograms:
     def state_shape(self) -> SamplerState:
         """Shape of the per-slot state that a full sample needs."""
         shape = (self._num_slots, self.vocab_size)
+        words = (self._num_slots, -(-self.vocab_size // 32))
         return jax.eval_shape(
-            lambda: SamplerState(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+            lambda: SamplerState(
+                jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(words, jnp.int32)
+            )
         )
 
     def new_cache(self):
@@ -293,6 +297,7 @@ class StepPrograms:
         )
 
 
-def zeros_on_device(shape: SamplerState) -> SamplerState:
-    """Device zeros without a compile."""
-    return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype)), shape)
+def fresh_state(shape: SamplerState) -> SamplerState:
+    """Nothing counted, biased or forbidden; made without a compile."""
+    zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype)), shape)
+    return zeros._replace(allowed=jax.device_put(np.full(shape.allowed.shape, -1, np.int32)))

@@ -28,7 +28,9 @@ def prompt(seed: int, length: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 512, length).tolist()
 
 
-def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+def tokens(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
 
 
