@@ -24,6 +24,8 @@ _HELP = {
     "served_model_name": "what clients call the model (default: what --model says)",
     "api_keys_file": "file with one API key a line; without it no key is asked for",
     "admin_keys_file": "file with one key a line for /admin routes; without it they are off",
+    "tool_call_parser": "how tool calls are read (default: by the chat template), or none",
+    "reasoning_parser": "how reasoning is told from the answer (default: by the chat template), or none",
     "cors_origins": "an origin that browsers may call from, or *; may be repeated (default: none)",
     "max_body_bytes": "largest request body",
     "max_header_bytes": "largest header, and all headers together",
@@ -48,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None:
         parser.error("--model is required")
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
-    config = ServerConfig(**{**settings, "cors_origins": tuple(args.cors_origins)})
+    settings["cors_origins"] = tuple(args.cors_origins)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        settings[name] = None if settings[name] == "none" else settings[name]
+    config = ServerConfig(**settings)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jaxinfer").setLevel(logging.INFO)
 
@@ -77,6 +82,7 @@ def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
         max_model_len=llm.max_model_len,
         vocab_size=llm.vocab_size,
         defaults=llm.generation_defaults,
+        grammars=llm.engine.grammars,
         facts={"architecture": llm.model_config.family, "vocab_size": llm.vocab_size},
     )
 
@@ -127,9 +133,9 @@ def _flag(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
 
         return {**options, "action": BooleanOptionalAction, "help": text}
     optional = field.default is None
-    base = next(a for a in typing.get_args(kind) if a is not type(None)) if optional else kind
+    base = next((a for a in typing.get_args(kind) if a is not type(None)), kind)
     metavar = {int: "N", float: "SECONDS", str: "TEXT", Path: "FILE"}[base]
-    shown = text if optional else f"{text} (default: {field.default})"
+    shown = text if optional or "default" in text else f"{text} (default: {field.default})"
     return {**options, "type": base, "metavar": metavar, "help": shown}
 
 

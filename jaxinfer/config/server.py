@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.errors import ConfigError
+from jaxinfer.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class ServerConfig:
     served_model_name: str | None = None  # in responses and /v1/models; None: what the model was opened as
     api_keys_file: Path | None = None  # one key a line; None: no key is asked for
     admin_keys_file: Path | None = None  # for /admin routes; None: they are off
+    tool_call_parser: str | None = "auto"  # a name in jaxinfer.text.parsers; auto: by the chat template
+    reasoning_parser: str | None = "auto"
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
@@ -35,6 +38,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            chosen = getattr(self, name)
+            if chosen is not None and chosen != "auto" and chosen not in known:
+                raise ConfigError(f"{name} {chosen!r} is unknown; known: auto, none, {', '.join(known)}")
         for name in (
             *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_queued_requests"),
             *("max_queued_prefill_tokens", "max_n", "max_unread_bytes"),

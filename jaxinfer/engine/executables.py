@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import logging
@@ -21,7 +22,6 @@ from typing import Any
 
 import flax
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 import jaxinfer
@@ -47,7 +47,7 @@ class ExecutableStore:
         self,
         parts: Mapping[str, str],
         *,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         root: Path | None = None,
     ):
         """
@@ -103,7 +103,7 @@ def environment_parts() -> dict[str, str]:
     devices = jax.devices()
     return {
         "code": _source_digest(),
-        "versions": repr((jax.__version__, jaxlib.__version__, flax.__version__)),
+        "versions": repr((jax.__version__, importlib.metadata.version("jaxlib"), flax.__version__)),
         "platform": repr((devices[0].client.platform_version, [d.device_kind for d in devices])),
         "processor": native.processor(),
         "kernels": repr(native.available()),

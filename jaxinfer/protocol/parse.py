@@ -13,6 +13,7 @@ from jaxinfer.errors import RequestError
 from jaxinfer.protocol.request import ChatPrompt, Endpoint, GenerationRequest
 from jaxinfer.protocol.sampling import SAMPLING_FIELDS, read_sampling, with_defaults
 from jaxinfer.protocol.strict_json import Fields, describe, is_integer_list
+from jaxinfer.protocol.tools import read_tools
 from jaxinfer.protocol.unsupported import refuse_unsupported
 
 _MAX_PROMPTS = 1024
@@ -30,6 +31,9 @@ _CHAT_FIELDS = _COMMON_FIELDS | {
         "add_generation_prompt",
         "continue_final_message",
         "chat_template_kwargs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
         "reasoning_effort",
     ),
 }
@@ -175,6 +179,7 @@ def _read_chat(fields: Fields) -> ChatPrompt:
         messages=tuple(messages),
         add_generation_prompt=add_generation,
         continue_final_message=continue_final,
+        tools=read_tools(fields),
         template_kwargs=template_kwargs,
     )
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
 from jaxinfer.protocol.text_params import tokenize_params
+from jaxinfer.protocol.tools import FORCED_PARSER, Tools
 from jaxinfer.text.chat import ChatTemplate, encode_chat
+from jaxinfer.text.parsers import (
+    TOOL_PARSERS,
+    OutputParser,
+    guess_reasoning_parser,
+    guess_tool_parser,
+    make_output_parser,
+)
 from jaxinfer.text.tokenizer import Tokenizer
+
+_PROMPT_END = 64  # tokens, enough to see whether the template has opened the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,24 @@ class PreparedRequest:
     request: GenerationRequest
     prompts: tuple[Prompt, ...]
     params: SamplingParams
+    parsing: Parsing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """How the text of a chat answer is read: see jaxinfer.text.parsers.make_output_parser."""
+
+    tool_parser: str | None
+    reasoning_parser: str | None
+    prompt_end: str
+    tools: Tools | None
+
+    def parser(self) -> OutputParser:
+        """A new one, for one completion."""
+        return make_output_parser(self.tool_parser, self.reasoning_parser, prompt=self.prompt_end)
+
+    def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
+        return reason if self.tools is None else self.tools.finish_reason(reason, num_calls)
 
 
 def prepare(
@@ -37,6 +66,8 @@ def prepare(
     max_model_len: int,
     vocab_size: int,
     safe: bool = False,
+    tool_parser: str | None = "auto",
+    reasoning_parser: str | None = "auto",
 ) -> PreparedRequest:
     """Tokenises and checks a request against the model.
 
@@ -44,12 +75,17 @@ def prepare(
       tokenizer: None for a model that has none: then the prompts must be token ids, and nothing may ask for text.
       max_model_len: prompt and generation together, tokens; a prompt of P tokens fits when P + 1 <= max_model_len.
       safe: text of users, tools and documents in a chat never becomes a control token; off by default, as elsewhere.
+      tool_parser, reasoning_parser: how chat answers are read: a name in jaxinfer.text.parsers, "auto" for what the chat
+        template speaks for, or None to take everything as content.
 
     Raises:
       RequestError: an empty or too long prompt (code "context_length_exceeded"), a token id outside the vocabulary,
         no tokenizer or chat template where one is needed, or the template's own refusal.
     """
     params = tokenize_params(request.sampling, tokenizer)
+    parsing = None
+    if request.chat is not None and template is not None:
+        params, parsing = _parsing(request.chat.tools, params, template, tool_parser, reasoning_parser)
     params.check_vocab(vocab_size)
     if request.echo and tokenizer is None:
         raise RequestError(
@@ -68,7 +104,46 @@ def prepare(
     field = "messages" if request.chat is not None else "prompt"
     for prompt in prompts:
         _check_ids(prompt.token_ids, field, params, max_model_len, vocab_size)
-    return PreparedRequest(request, prompts, params)
+    if parsing is not None and parsing.reasoning_parser is not None and tokenizer is not None:
+        end = tokenizer.decode(prompts[0].token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        parsing = dataclasses.replace(parsing, prompt_end=end)
+    return PreparedRequest(request, prompts, params, parsing)
+
+
+def _parsing(
+    tools: Tools | None,
+    params: SamplingParams,
+    template: ChatTemplate,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+) -> tuple[SamplingParams, Parsing | None]:
+    """How the answer is read, and the parameters that see to it that it can be."""
+    source = "\n".join(template.sources.values())
+    if reasoning_parser == "auto":
+        reasoning_parser = guess_reasoning_parser(source)
+    if tools is None:
+        tool_parser = None
+    elif tools.forced:
+        if params.constraint is not None:
+            raise RequestError(
+                f"{params.constraint.param} cannot go with a tool_choice that forces a call",
+                param="tool_choice",
+            )
+        tool_parser, reasoning_parser = FORCED_PARSER, None
+        params = params.replace(constraint=tools.constraint())
+    else:
+        if tool_parser == "auto":
+            tool_parser = guess_tool_parser(source)
+        if tool_parser is None:
+            raise RequestError(
+                "this model's chat template knows no tools: leave tools out, or set tool_choice to required",
+                param="tools",
+            )
+        if TOOL_PARSERS[tool_parser].needs_special_tokens:
+            params = params.replace(skip_special_tokens=False)
+    if tool_parser is None and reasoning_parser is None:
+        return params, None
+    return params, Parsing(tool_parser, reasoning_parser, "", tools)
 
 
 def encode_text(text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
@@ -97,7 +172,7 @@ def _chat_ids(
         list(chat.messages),
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
-        tools=None,
+        tools=None if chat.tools is None else list(chat.tools.functions),
         template_kwargs=dict(chat.template_kwargs),
         safe=safe,
     )

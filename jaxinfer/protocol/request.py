@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxinfer.engine.request import SamplingParams
+from jaxinfer.protocol.tools import Tools
 
 Endpoint = Literal["chat", "completions"]
 
@@ -19,12 +20,14 @@ class ChatPrompt:
       messages: as sent, types checked; contents may be text, null or a list of text parts.
       add_generation_prompt: end with the opening of an assistant turn.
       continue_final_message: leave the last turn open, for the model to go on with it.
+      tools: functions that the answer may call, None for none.
       template_kwargs: further variables for the template, such as enable_thinking.
     """
 
     messages: tuple[dict[str, Any], ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Tools | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.protocol.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from jaxinfer.protocol.prompt import PreparedRequest, Prompt
+from jaxinfer.text.parsers import Delta
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -136,16 +137,44 @@ def _chat_choice(
     prepared: PreparedRequest, completion: CompletionOutput, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     wanted = prepared.params.logprobs is not None and completion.logprobs is not None
+    message, finish_reason = _message(prepared, completion)
     choice: dict[str, Any] = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(completion.logprobs or (), tokenizer) if wanted else None,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if prepared.request.return_token_ids:
         choice["token_ids"] = completion.token_ids
     return choice
+
+
+def _message(prepared: PreparedRequest, completion: CompletionOutput) -> tuple[dict[str, Any], str | None]:
+    """The assistant's message as the parsers read it, and the finish reason that goes with it."""
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    parsing = prepared.parsing
+    if parsing is None:
+        return message, completion.finish_reason
+    parser = parsing.parser()
+    deltas = parser.push(completion.text) + parser.finish()
+    texts = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("content", "reasoning")}
+    calls = [tool_call(d) for d in deltas if d.kind == "call"]
+    message["content"] = texts["content"] or (None if calls or texts["reasoning"] else "")
+    if texts["reasoning"]:
+        message["reasoning"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    return message, parsing.finish_reason(completion.finish_reason, len(calls))
+
+
+def tool_call(delta: Delta) -> dict[str, Any]:
+    """OpenAI's object for a call."""
+    return {
+        "id": delta.call_id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.text},
+    }
 
 
 def _wants_prompt_logprobs(prepared: PreparedRequest, output: RequestOutput) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.engine.request import SamplingParams
+from jaxinfer.protocol.constraints import read_constraint
 from jaxinfer.protocol.request import Endpoint
 from jaxinfer.protocol.strict_json import Fields
 
@@ -34,6 +35,8 @@ SAMPLING_FIELDS = frozenset(
         "allowed_token_ids",
         "skip_special_tokens",
         "include_stop_str_in_output",
+        "response_format",
+        "structured_outputs",
     ]
 )
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -98,6 +101,7 @@ def read_sampling(fields: Fields, endpoint: Endpoint, *, echo: bool = False) -> 
         prompt_logprobs=prompt_logprobs,
         bad_words=fields.strings("bad_words"),
         allowed_token_ids=fields.integers("allowed_token_ids"),
+        constraint=read_constraint(fields),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
     )

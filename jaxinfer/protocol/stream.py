@@ -15,7 +15,7 @@ from jaxinfer.engine.service import Increment
 from jaxinfer.protocol.errors import error_body
 from jaxinfer.protocol.logprobs import chat_logprobs, completion_logprobs
 from jaxinfer.protocol.prompt import PreparedRequest
-from jaxinfer.protocol.response import usage
+from jaxinfer.protocol.response import tool_call, usage
 from jaxinfer.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -71,7 +71,10 @@ class ChunkStream:
             or request.return_token_ids
             or request.continuous_usage_stats
             or tokenizer is None
+            or prepared.parsing is not None
         )
+        parsing = prepared.parsing
+        self._parsers = None if parsing is None else [parsing.parser() for _ in choices]
 
     def opening(self) -> bytes:
         """What comes before any token: the role of each chat choice, or an echoed prompt without log-probabilities."""
@@ -132,19 +135,51 @@ class ChunkStream:
             if entries is not None:
                 entries = [*(output.prompt_logprobs or ()), *entries]
         self._lengths[i] += len(text)
-        choice: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        choice["logprobs"] = None
+        logprobs = None
         if prepared.params.logprobs is not None and entries is not None:
-            choice["logprobs"] = self._logprobs(i, prompt, token_ids[: len(entries)], entries)
+            logprobs = self._logprobs(i, prompt, token_ids[: len(entries)], entries)
+        extra = {"usage": self._usage_so_far(output)} if request.continuous_usage_stats else {}
+        if self._parsers is not None:
+            return self._parsed(i, increment, logprobs, extra)
+        choice: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        choice["logprobs"] = logprobs
         choice["finish_reason"] = increment.finish_reason
         if increment.finish_reason is not None:
             choice["stop_reason"] = increment.stop_reason
         if request.return_token_ids or self._tokenizer is None:
             choice["token_ids"] = increment.token_ids
-        extra = {}
-        if request.continuous_usage_stats:
-            extra["usage"] = self._usage_so_far(output)
         return self._chunk(i, choice, **extra)
+
+    def _parsed(self, i: int, increment: Increment, logprobs: Any, extra: dict[str, Any]) -> bytes:
+        """A chunk for each thing the parser is certain of; the log-probabilities of the step go with the first."""
+        assert self._parsers is not None
+        parser, parsing = self._parsers[i], self._prepared.parsing
+        assert parsing is not None
+        first_call = parser.num_calls
+        deltas = parser.push(increment.text)
+        if increment.finish_reason is not None:
+            deltas += parser.finish()
+        shown: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.kind == "call":
+                shown.append({"tool_calls": [{"index": first_call, **tool_call(delta)}]})
+                first_call += 1
+            else:
+                shown.append({delta.kind: delta.text})
+        if not shown and (logprobs is not None or increment.finish_reason is not None):
+            shown.append({})
+        chunks = []
+        for n, delta in enumerate(shown):
+            last = n == len(shown) - 1 and increment.finish_reason is not None
+            choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+            logprobs = None
+            if last:
+                reason = parsing.finish_reason(increment.finish_reason, parser.num_calls)
+                choice |= {"finish_reason": reason, "stop_reason": increment.stop_reason}
+            if n == len(shown) - 1 and self._prepared.request.return_token_ids:
+                choice["token_ids"] = increment.token_ids
+            chunks.append(self._chunk(i, choice, **extra))
+        return b"".join(chunks)
 
     def _logprobs(self, i: int, prompt: int, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
         if self._chat:

@@ -8,14 +8,10 @@ from jaxinfer.protocol.strict_json import Fields
 
 # Field → values that ask for nothing, and so pass.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # tools
-    "tools": (),
-    "tool_choice": ("none",),
+    # tools as they were asked for before `tools`
     "functions": (),
     "function_call": ("none",),
-    # grammars, in the dialects of OpenAI, vLLM, SGLang and llama.cpp
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+    # grammars, in the dialects of SGLang and llama.cpp: response_format and structured_outputs are those that are known
     "structural_tag": (),
     "json_schema": (),
     "regex": (),

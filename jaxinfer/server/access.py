@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-import jaxinfer
 from jaxinfer.server.call import call_of
 from jaxinfer.server.context import CONTEXT
 
@@ -33,7 +32,6 @@ async def access_log(request: web.Request, handler: Any) -> web.StreamResponse:
         status = response.status
         if not response.prepared:
             response.headers.update(call.headers)
-            response.headers["Server"] = f"jaxinfer/{jaxinfer.__version__}"
         return response
     except asyncio.CancelledError:
         status = _CLIENT_GONE

@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+import jaxinfer
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -38,6 +40,6 @@ def call_of(request: web.Request) -> Call:
     if call is None:
         sent = request.headers.get("x-request-id", "")
         call = Call(sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex)
-        call.headers["x-request-id"] = call.id
+        call.headers |= {"x-request-id": call.id, "Server": f"jaxinfer/{jaxinfer.__version__}"}
         request[_CALL] = call
     return call

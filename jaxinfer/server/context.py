@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxinfer.config.server import ServerConfig
+from jaxinfer.engine.constraint import GrammarCompiler
 from jaxinfer.engine.service import EngineService
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.prompt import PreparedRequest, prepare
@@ -27,6 +28,7 @@ class ServedModel:
 
     Attributes:
       defaults: sampling settings for what a request leaves open.
+      grammars: the engine's compiler, so that grammars are compiled off its thread.
       facts: shown by /v1/models: architecture, parameters, dtype and the like.
     """
 
@@ -37,6 +39,7 @@ class ServedModel:
     vocab_size: int
     defaults: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    grammars: GrammarCompiler | None = None
 
 
 class ServerContext:
@@ -62,14 +65,19 @@ class ServerContext:
         model = self.model
 
         def work() -> PreparedRequest:
-            return prepare(
+            prepared = prepare(
                 request,
                 model.tokenizer,
                 model.chat_template,
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 safe=self.config.safe_prompts,
+                tool_parser=self.config.tool_call_parser,
+                reasoning_parser=self.config.reasoning_parser,
             )
+            if prepared.params.constraint is not None and model.grammars is not None:
+                model.grammars.compile(prepared.params.constraint)  # kept for the engine's thread
+            return prepared
 
         limit = self.config.template_timeout_s
         try:

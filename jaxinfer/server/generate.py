@@ -175,13 +175,15 @@ class _Job:
             self._context.service.abort(stream)
 
     async def _submit(self, sink: Any, places: dict[str, int] | None = None) -> None:
+        """All prompts at once, so that the engine takes them between the same two steps."""
         request = self._prepared.request
+        submissions = []
         for place, prompt in enumerate(self._prepared.prompts):
             request_id = f"{self._id}-{next(_numbers)}"
             if places is not None:
                 places[request_id] = place
-            self._streams.append(
-                await self._context.service.submit(
+            submissions.append(
+                self._context.service.submit(
                     request_id,
                     prompt.token_ids,
                     self._prepared.params,
@@ -190,6 +192,11 @@ class _Job:
                     sink=sink,
                 )
             )
+        taken = await asyncio.gather(*submissions, return_exceptions=True)
+        self._streams += [stream for stream in taken if isinstance(stream, RequestStream)]
+        for error in taken:
+            if isinstance(error, BaseException):
+                raise error
 
     def _outputs(self) -> list[RequestOutput]:
         outputs = []

@@ -13,8 +13,15 @@ def load():
     from jaxinfer import LLM, SamplingParams
 
     model, dtype = sys.argv[1:3]
-    weights = {"weights": "packed"} if dtype == "packed" else {"dtype": dtype}
-    llm = LLM(model, **weights, max_num_seqs=32, max_model_len=2048, enable_prefix_caching=False)
+    packed = dtype == "packed"
+    llm = LLM(
+        model,
+        dtype=None if packed else dtype,
+        weights="packed" if packed else "dense",
+        max_num_seqs=32,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+    )
 
     def greedy(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)

@@ -128,7 +128,11 @@ def state_with(counts: dict[int, int], slots: int = 3) -> SamplerState:
     array = np.zeros((slots, VOCAB), np.int32)
     for token, count in counts.items():
         array[1, token] = count
-    return SamplerState(counts=jnp.asarray(array), bias=jnp.zeros((slots, VOCAB)))
+    return SamplerState(
+        counts=jnp.asarray(array),
+        bias=jnp.zeros((slots, VOCAB)),
+        allowed=jnp.full((slots, -(-VOCAB // 32)), -1, jnp.int32),
+    )
 
 
 def test_penalties_see_what_they_should():

@@ -178,13 +178,14 @@ def test_every_sampling_field_arrives():
         ("suffix", "tail"),
         ("guided_json", {"type": "object"}),
         ("guided_whatever_comes", "x"),
-        ("structured_outputs", {"regex": "a"}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs.pattern", {"pattern": "a"}),
         ("use_beam_search", True),
         ("truncate_prompt_tokens", 5),
     ],
 )
 def test_a_bad_completion_field_is_named(field, value):
-    assert refusal(completion, **{field: value}).param == field
+    assert refusal(completion, **{field.split(".")[0]: value}).param == field
 
 
 @pytest.mark.parametrize(
@@ -221,10 +222,16 @@ def test_a_bad_message_is_named(field, value):
         ("top_logprobs", "5"),
         ("top_logprobs", 5),
         ("tools", []),
-        ("tools", [{"type": "function"}]),
+        ("tools[0].function.name", [{"type": "function"}]),
         ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema"}),
+        ("tools[0].function.name", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools[0].type", [{"type": "web_search"}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+        ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]),
+        ("response_format.json_schema", {"type": "json_schema"}),
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "x"}}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}),
+        ("response_format.type", {"type": "yaml"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("logits_processors", ["x"]),
@@ -236,7 +243,7 @@ def test_a_bad_message_is_named(field, value):
     ],
 )
 def test_a_bad_or_unsupported_chat_field_is_named(field, value):
-    error = refusal(chat, **{field: value})
+    error = refusal(chat, **{field.split(".")[0].split("[")[0]: value})
     assert error.param == field
 
 
@@ -335,7 +342,7 @@ def test_plain_lines_choose_their_endpoint():
         ({"prompt": ["a", "b"]}, "one line a prompt"),
         ({"temperature": 1}, "needs prompt or messages"),
         ({}, "needs prompt or messages"),
-        ({"prompt": "a", "tools": []}, "tools is not supported yet"),
+        ({"prompt": "a", "logits_processors": ["x"]}, "logits_processors is not supported yet"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )

@@ -146,7 +146,7 @@ class Server:
     context: ServerContext
     engine: Any
     loop: asyncio.AbstractEventLoop
-    stop: Callable[[], None]
+    stop: Callable[[], object]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         async def run() -> Any:

@@ -38,9 +38,9 @@ def call(
         response = error
     with response:
         content = response.read()
-        found = {k.lower(): v for k, v in response.headers.items()}
+        found = {str(k).lower(): str(v) for k, v in response.headers.items()}
         is_json = found.get("content-type", "").startswith("application/json")
-        return response.status, json.loads(content) if is_json else content.decode(), found
+        return int(response.status or 0), json.loads(content) if is_json else content.decode(), found
 
 
 def refused(server: Server, path: str, body: Any, **options: Any) -> dict[str, Any]:
