@@ -54,9 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("tool_call_parser", "reasoning_parser"):
         settings[name] = None if settings[name] == "none" else settings[name]
     config = ServerConfig(**settings)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jaxinfer").setLevel(logging.INFO)
 
+    from jaxinfer.server.auth import Keys
+
+    for file in (config.api_keys_file, config.admin_keys_file):
+        if file is not None:
+            Keys(file)  # what is wrong with it is better said before the model is loaded
     print(f"loading {args.model}", file=sys.stderr, flush=True)
     from jaxinfer.api import LLM
 

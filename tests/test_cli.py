@@ -65,7 +65,7 @@ def test_every_command_has_help(command):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "a command is required: run or bench or models"),
+        ((), "a command is required: run or serve or bench or models"),
         (("--fly", "models"), "unknown argument --fly"),
         (("fly",), "invalid choice: 'fly'"),
         (("models", "pull"), "required: PRESET"),

@@ -7,6 +7,7 @@ waits for the host. A sequence that ends is therefore noticed one step late; the
 from __future__ import annotations
 
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Set
@@ -96,6 +97,7 @@ class Engine:
         self._allowed_changed = False
         self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, self._eos)
         self._next_id = 0
+        self._generated = self._prefilled = self._preemptions = 0
         # A process must not end while the device computes: XLA's threads release Python objects when they finish.
         weakref.finalize(self, runner.wait)
 
@@ -107,6 +109,9 @@ class Engine:
             waiting=len(scheduler.waiting),
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             kv_usage=1 - pool.available / pool.total,
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            preemptions=self._preemptions,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -185,8 +190,13 @@ class Engine:
         if step is not None:
             for seq in step.preempted:
                 seq.request.slot = -1
+                self._preemptions += 1
             for chunk in step.prefill:
                 self._prepare_slot(chunk.seq)
+                self._prefilled += chunk.length
+                output = chunk.seq.request.state.output
+                if output.started is None:
+                    output.started = time.perf_counter()
             for seq in step.decode:
                 self._refresh_rules(seq)
             if self._allowed_changed:
@@ -342,6 +352,7 @@ class Engine:
             logprob = None
             if logprobs is not None and completion.params.logprobs is not None:
                 logprob = logprobs.row(row, token, completion.params.logprobs)
+            self._generated += token >= 0
             if completion.append(token, logprob):
                 self._finish(seq)
             output = completion.state.output

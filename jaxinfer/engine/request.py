@@ -288,15 +288,27 @@ class RequestOutput:
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     finished: bool = False
     error: str | None = None  # why, when a finish_reason is "error"
+    started: float | None = None  # when the first step with its prompt was made, as time.perf_counter counts
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is: requests by state, and the share of the KV pages that running requests hold, 0 to 1."""
+    """How busy an engine is, and what it has done since it was made.
+
+    Attributes:
+      waiting, running: sequences by state.
+      kv_usage: share of the KV pages that running sequences hold, 0 to 1.
+      generated_tokens: handed out.
+      prefilled_tokens: computed at once with others of their sequence, as prompts are.
+      preemptions: times a running sequence lost its pages and had to wait again.
+    """
 
     waiting: int = 0
     running: int = 0
     kv_usage: float = 0.0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    preemptions: int = 0
 
 
 def token_ids(value: object, param: str = "prompt") -> list[int]:

@@ -65,7 +65,8 @@ class RequestStream:
     Attributes:
       output: the engine's own account. It changes while the request runs: read it when `done` is.
       done: resolves when the request has ended; fails with EngineFailure when the engine gave it up.
-      submitted, first_token, finished: times as time.perf_counter counts, seconds; None before they happened.
+      submitted, first_token, latest, finished: times as time.perf_counter counts, seconds; latest is that of the newest token.
+        None (latest: submitted) before they happened.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class RequestStream:
         "done",
         "finished",
         "first_token",
+        "latest",
         "output",
         "prompt_tokens",
         "request_id",
@@ -86,7 +88,7 @@ class RequestStream:
         self.output: RequestOutput | None = None
         self.sink = sink
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.submitted = time.perf_counter()
+        self.submitted = self.latest = time.perf_counter()
         self.first_token: float | None = None
         self.finished: float | None = None
         self._sent = [
@@ -120,6 +122,8 @@ class EngineService:
 
     Attributes:
       healthy: False once the engine has failed; nothing is accepted then.
+      on_tokens: called on the loop with each request that has gained tokens, and when; `first_token` and `latest` are still those
+        of before. Requests without a sink: their first tokens and their last.
       on_finish: called on the loop with each request that has left the engine, however it did.
     """
 
@@ -136,6 +140,7 @@ class EngineService:
         self._unanswered_tokens = 0
         self._active: dict[str, RequestStream] = {}  # the loop's
         self.healthy = True
+        self.on_tokens: Callable[[RequestStream, float], None] | None = None
         self.on_finish: Callable[[RequestStream], None] | None = None
 
     @property
@@ -292,9 +297,12 @@ class EngineService:
         for stream, increments, ended in news:
             if stream.request_id not in self._active:  # aborted meanwhile
                 continue
+            if self.on_tokens is not None:
+                self.on_tokens(stream, when)
             if stream.first_token is None:
                 stream.first_token = when
                 self._count(stream, -1)
+            stream.latest = when
             if ended is not None:
                 stream.finished = when
                 self._end(stream)

@@ -10,6 +10,9 @@ token): every further argument costs time in each step.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -104,6 +107,8 @@ class StepPrograms:
         self._num_pages, self._num_slots = num_pages, num_slots
         self._table_width = table_width
         self._compiled: dict[tuple, Any] = {}
+        self._pool: ThreadPoolExecutor | None = None  # while everything is compiled
+        self._compiling: dict[tuple, Future] = {}
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
         self._dtype = model.compute_dtype
@@ -122,16 +127,22 @@ class StepPrograms:
 
     def compile_all(self) -> None:
         """Builds every program that serving can ask for."""
-        for bucket in self._buckets.all():
-            self.forward(bucket)
-            if bucket.blocks:
-                self.score(bucket.num_tokens)
-        for count in self._buckets.row_sizes:
-            for full in (False, True):
-                self.sample(count, full)
-        self.set_counts()
-        self.set_bias()
-        self.new_cache()
+        # Lowering holds the GIL, compiling does not.
+        with ThreadPoolExecutor(os.cpu_count()) as pool, self._fresh():
+            self._pool = pool
+            for bucket in self._buckets.all():
+                self.forward(bucket)
+                if bucket.blocks:
+                    self.score(bucket.num_tokens)
+            for count in self._buckets.row_sizes:
+                for full in (False, True):
+                    self.sample(count, full)
+            self.set_counts()
+            self.set_bias()
+            self.new_cache()
+            self._pool = None
+            self._compiled |= {key: program.result() for key, program in self._compiling.items()}
+            self._compiling.clear()
         if self._store:
             self._store.prune()
 
@@ -154,21 +165,30 @@ class StepPrograms:
         """(head params, hidden [T, D], targets [T]) -> Logprobs of each position's target."""
         return self._get(("score", num_tokens), lambda: self._lower_score(num_tokens))
 
-    def _get(self, key: tuple, lower):
+    def _get(self, key: tuple, lower) -> Any:
         program = self._compiled.get(key)
         if program is None:
             name = "-".join(str(astuple(p) if isinstance(p, Bucket) else p) for p in key).replace(", ", "_")
             program = self._store.load(name) if self._store else None
             if program is None:
                 lowered = lower()
-                if self._store:
-                    with compat.without_compilation_cache():
-                        program = lowered.compile()
-                    self._store.save(name, program)
-                else:
-                    program = lowered.compile()
+                if self._pool is not None:
+                    self._compiling[key] = self._pool.submit(self._compile, lowered, name)
+                    return None
+                with self._fresh():
+                    program = self._compile(lowered, name)
             self._compiled[key] = program
         return program
+
+    def _compile(self, lowered: Any, name: str) -> Any:
+        program = lowered.compile()
+        if self._store:
+            self._store.save(name, program)
+        return program
+
+    def _fresh(self) -> contextlib.AbstractContextManager[None]:
+        """Programs to be kept must not come from XLA's own cache."""
+        return compat.without_compilation_cache() if self._store else contextlib.nullcontext()
 
     def _parts(self) -> dict[str, str]:
         """What the programs depend on beside the environment; their own shapes are in their names."""

@@ -124,7 +124,6 @@ class _Job:
         )
         places: dict[str, int] = {}
         failures: list[str] = []
-        metrics = self._context.metrics
 
         def sink(stream: RequestStream, increments: list[Increment]) -> None:
             output = stream.output
@@ -136,7 +135,6 @@ class _Job:
                     failures.append(output.error or "the engine ended the request before it was answered")
                 else:
                     parts.append(chunks.advance(place, increment, output))
-            metrics.progress(stream)
             events.write(b"".join(parts))
 
         try:

@@ -67,6 +67,7 @@ class ScriptedEngine:
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.requests: dict[str, tuple[RequestState, list[Completion], list[list[int]]]] = {}
         self.num_steps = 0
+        self.num_tokens = 0
         self.fail_at: int | None = None  # step at which the engine dies
 
     def add_request(self, request_id, prompt_token_ids, params, *, priority=0, cache_salt=None) -> None:
@@ -114,7 +115,7 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         active = min(len(self.requests), self.max_running)
-        return EngineLoad(len(self.requests) - active, active, active / self.max_running)
+        return EngineLoad(len(self.requests) - active, active, active / self.max_running, self.num_tokens)
 
     def step(self) -> list[RequestOutput]:
         self.gate.wait(10)
@@ -125,10 +126,12 @@ class ScriptedEngine:
             raise RuntimeError("secret detail: device on fire")
         stepped = list(self.requests.items())[: self.max_running]
         for request_id, (state, completions, scripts) in stepped:
+            state.output.started = state.output.started or time.perf_counter()
             for completion, script in zip(completions, scripts, strict=True):
                 if completion.output.finish_reason is not None:
                     continue
                 token = script.pop(0) if script else ord(".")
+                self.num_tokens += token >= 0
                 logprob = TokenLogprob(token, -0.5, [(token, -0.5), (46, -2.0)])
                 if completion.append(token, None if state.params.logprobs is None else logprob):
                     state.unfinished -= 1
