@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import sys
 import typing
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ _HELP = {
     "tool_call_parser": "how tool calls are read (default: by the chat template), or none",
     "reasoning_parser": "how reasoning is told from the answer (default: by the chat template), or none",
     "cors_origins": "an origin that browsers may call from, or *; may be repeated (default: none)",
+    "data_dir": "directory for /v1/files and /v1/batches; without it they are off",
+    "max_file_bytes": "largest uploaded file",
     "max_body_bytes": "largest request body",
     "max_header_bytes": "largest header, and all headers together",
     "max_json_depth": "how deeply a body may nest",
@@ -40,6 +43,7 @@ _HELP = {
     "drain_timeout_s": "how long SIGTERM waits for requests in progress",
     "safe_prompts": "text of users, tools and documents never becomes a control token",
     "log_requests": "one JSON line a request on stderr",
+    "otlp_traces_endpoint": "send OpenTelemetry spans there, as http://localhost:4318/v1/traces",
 }
 
 
@@ -88,8 +92,27 @@ def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
         vocab_size=llm.vocab_size,
         defaults=llm.generation_defaults,
         grammars=llm.engine.grammars,
-        facts={"architecture": llm.model_config.family, "vocab_size": llm.vocab_size},
+        facts=_facts(llm),
     )
+
+
+def _facts(llm: LLM) -> dict[str, Any]:
+    from jaxinfer import compat
+
+    config, engine = llm.model_config, llm.engine
+    return {
+        "architecture": config.family,
+        "parameters": sum(math.prod(weight.shape) for weight in llm.params),
+        "dtype": config.dtype,
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": llm.vocab_size,
+        "chat_template": llm.chat_template is not None,
+        "platform": compat.platform(),
+        "max_num_seqs": engine.config.max_num_seqs,
+        "page_size": engine.config.page_size,
+        "num_pages": engine.scheduler.kv.pool.total,
+    }
 
 
 async def _serve(llm: LLM, config: ServerConfig) -> None:

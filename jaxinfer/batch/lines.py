@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from jaxinfer.protocol.strict_json import Fields, describe, parse_json
 
 MAX_LINE_BYTES = 32 << 20  # as large as a request body may be in vLLM's server
 _PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
+ENDPOINTS = tuple(_PARSERS)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -80,9 +81,16 @@ class LineParser:
 
     Args:
       openai_defaults, plain_defaults: request fields for lines of each form that do not set them.
+      endpoint: the one url that lines may name; None for any of ENDPOINTS.
     """
 
-    def __init__(self, openai_defaults: Mapping[str, Any], plain_defaults: Mapping[str, Any]):
+    def __init__(
+        self,
+        openai_defaults: Mapping[str, Any],
+        plain_defaults: Mapping[str, Any],
+        endpoint: str | None = None,
+    ):
+        self._endpoints = ENDPOINTS if endpoint is None else (endpoint,)
         self._openai_defaults = openai_defaults
         self._plain_defaults = plain_defaults
         self._seen: set[int] = set()
@@ -113,7 +121,7 @@ class LineParser:
             if openai:
                 if not custom_id:
                     raise fields.error("custom_id", "is missing")
-                parse = _openai_parser(fields)
+                parse = _openai_parser(fields, self._endpoints)
                 in_body = True
                 request = parse(members["body"], self._openai_defaults)
             else:
@@ -132,15 +140,15 @@ class LineParser:
         return not known
 
 
-def _openai_parser(fields: Fields):
+def _openai_parser(fields: Fields, endpoints: Sequence[str]):
     method = fields.string("method")
     if method != "POST":
         raise fields.error(
             "method", "is missing" if method is None else f"must be 'POST', got {describe(method)}"
         )
     url = fields.string("url")
-    if url not in _PARSERS:
-        wanted = " or ".join(_PARSERS)
+    if url not in endpoints:
+        wanted = " or ".join(endpoints)
         raise fields.error("url", f"must be {wanted}, got {describe(url)}", code="invalid_url")
     if not fields.has("body"):
         raise fields.error("body", "is missing")

@@ -44,6 +44,7 @@ def run_batch(
     *,
     defaults: Mapping[str, Any] | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
+    endpoint: str | None = None,
     on_progress: Callable[[BatchProgress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchProgress:
@@ -53,21 +54,31 @@ def run_batch(
       lines: read as there is room for them, so at most about max_in_flight are held.
       defaults: request fields for lines that do not set them (the command line's flags).
       max_in_flight: sequences (prompts times n) in the engine; one larger request runs alone.
+      endpoint: the one url that lines in OpenAI's form may name; None for any that is known.
       on_progress: called after each step of the engine.
       should_stop: asked before each step; when true the unfinished requests are dropped and `interrupted` is set.
 
     Raises:
       ConfigError: the output belongs to another input.
     """
-    return _Run(llm, output, defaults or {}, max_in_flight).run(iter(lines), on_progress, should_stop)
+    return _Run(llm, output, defaults or {}, max_in_flight, endpoint).run(
+        iter(lines), on_progress, should_stop
+    )
 
 
 class _Run:
-    def __init__(self, llm: Model, output: OrderedOutput, defaults: Mapping[str, Any], max_in_flight: int):
+    def __init__(
+        self,
+        llm: Model,
+        output: OrderedOutput,
+        defaults: Mapping[str, Any],
+        max_in_flight: int,
+        endpoint: str | None,
+    ):
         self._llm = llm
         self._output = output
         own = model_defaults(llm.generation_defaults)
-        self._parser = LineParser({**own, **defaults}, {**own, **PLAIN_DEFAULTS, **defaults})
+        self._parser = LineParser({**own, **defaults}, {**own, **PLAIN_DEFAULTS, **defaults}, endpoint)
         self._flights = InFlight(llm.engine)
         self._max_in_flight = max_in_flight
         self._progress = BatchProgress()

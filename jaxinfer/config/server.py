@@ -21,6 +21,8 @@ class ServerConfig:
     tool_call_parser: str | None = "auto"  # a name in jaxinfer.text.parsers; auto: by the chat template
     reasoning_parser: str | None = "auto"
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any
+    data_dir: Path | None = None  # keeps files and batches; None: those routes are off
+    max_file_bytes: int = 2**30  # of an uploaded file
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_json_depth: int = 128
@@ -34,6 +36,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # for requests in progress after SIGTERM
     safe_prompts: bool = False  # text of users and tools never becomes a control token
     log_requests: bool = True  # one JSON line each on stderr
+    otlp_traces_endpoint: str | None = None  # that spans are sent to, http://HOST:4318/v1/traces
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -44,7 +47,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} {chosen!r} is unknown; known: auto, none, {', '.join(known)}")
         for name in (
             *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_queued_requests"),
-            *("max_queued_prefill_tokens", "max_n", "max_unread_bytes"),
+            *("max_queued_prefill_tokens", "max_file_bytes", "max_n", "max_unread_bytes"),
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -97,7 +97,7 @@ class Engine:
         self._allowed_changed = False
         self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, self._eos)
         self._next_id = 0
-        self._generated = self._prefilled = self._preemptions = 0
+        self._generated = self._prefilled = 0  # tokens since the start
         # A process must not end while the device computes: XLA's threads release Python objects when they finish.
         weakref.finalize(self, runner.wait)
 
@@ -111,7 +111,7 @@ class Engine:
             kv_usage=1 - pool.available / pool.total,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
-            preemptions=self._preemptions,
+            preemptions=scheduler.num_preemptions,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -190,7 +190,6 @@ class Engine:
         if step is not None:
             for seq in step.preempted:
                 seq.request.slot = -1
-                self._preemptions += 1
             for chunk in step.prefill:
                 self._prepare_slot(chunk.seq)
                 self._prefilled += chunk.length

@@ -49,6 +49,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # best first
         self.prefilling: list[Sequence] = []  # in order of admission
         self.decoding: list[Sequence] = []
+        self.num_preemptions = 0  # since the start
         self._max_prefill_tokens = max_prefill_tokens
         self._max_prefill_seqs = max_prefill_seqs
         self._block = prefill_block
@@ -247,6 +248,7 @@ class Scheduler:
         self._vacate(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
+        self.num_preemptions += 1
         step.preempted.append(seq)
         insort(self.waiting, seq, key=_rank)
 

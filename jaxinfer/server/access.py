@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxinfer.server.call import call_of
+from jaxinfer.server.call import call_of, route_of
 from jaxinfer.server.context import CONTEXT
 
 logger = logging.getLogger("jaxinfer.access")
@@ -22,8 +22,7 @@ _CLIENT_GONE = 499  # nginx's number; nobody is there to be sent it
 async def access_log(request: web.Request, handler: Any) -> web.StreamResponse:
     """Outermost: times the request, counts it, and writes its line, whatever becomes of it."""
     context = request.app[CONTEXT]
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else "unknown"  # bounded, unlike paths
+    route = route_of(request)
     call = call_of(request)
     start = time.perf_counter()
     status = 500

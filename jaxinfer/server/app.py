@@ -6,12 +6,13 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxinfer.server import generate, system
+from jaxinfer.server import batches, files, generate, playground, system
 from jaxinfer.server.access import access_log
 from jaxinfer.server.auth import Keys, authorization
 from jaxinfer.server.call import call_of
 from jaxinfer.server.context import CONTEXT, ServerContext
 from jaxinfer.server.errors import errors_as_json
+from jaxinfer.server.tracing import make_tracing
 
 _CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 _CORS_HEADERS = "Authorization, Content-Type, x-api-key, x-request-id, x-session-affinity"
@@ -25,10 +26,16 @@ def make_app(context: ServerContext) -> web.Application:
     middlewares = [access_log, errors_as_json, authorization(keys, admin_keys)]
     if config.cors_origins:
         middlewares.insert(1, _cors(frozenset(config.cors_origins)))
+    tracing = make_tracing(config.otlp_traces_endpoint)
+    if tracing is not None:
+        middlewares.insert(1, tracing.middleware)
     app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
     app[CONTEXT] = context
+    if tracing is not None:
+        app.on_cleanup.append(tracing.close)
     app.add_routes(
         [
+            web.get("/", playground.page),
             web.get("/health", system.health),
             web.get("/ready", system.ready),
             web.get("/metrics", system.metrics),
@@ -39,6 +46,15 @@ def make_app(context: ServerContext) -> web.Application:
             web.post("/detokenize", system.detokenize),
             web.post("/v1/chat/completions", generate.chat_completions),
             web.post("/v1/completions", generate.completions),
+            web.post("/v1/files", files.upload),
+            web.get("/v1/files", files.listing),
+            web.get("/v1/files/{file_id}", files.retrieve),
+            web.get("/v1/files/{file_id}/content", files.content),
+            web.delete("/v1/files/{file_id}", files.delete),
+            web.post("/v1/batches", batches.create),
+            web.get("/v1/batches", batches.listing),
+            web.get("/v1/batches/{batch_id}", batches.retrieve),
+            web.post("/v1/batches/{batch_id}/cancel", batches.cancel),
         ]
     )
     return app

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -20,6 +20,10 @@ from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.server.batches import BatchStore
+    from jaxinfer.server.files import FileStore
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +50,7 @@ class ServerContext:
     """One server's model, engine, settings and state.
 
     Attributes:
+      files, batches: what is kept in config.data_dir, None without one; set by `lifecycle.running`.
       draining: set on SIGTERM; new requests are refused, those in progress go on.
       started: when the server began, seconds since 1970.
     """
@@ -56,6 +61,8 @@ class ServerContext:
         self.config = config
         self.metrics = Metrics(service, model)
         self.draining = False
+        self.files: FileStore | None = None
+        self.batches: BatchStore | None = None
         self.started = int(time.time())
         # Rendering and tokenising hold the GIL for milliseconds; a few threads keep one slow prompt from blocking the rest.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="prepare")

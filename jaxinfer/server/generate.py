@@ -159,13 +159,23 @@ class _Job:
 
     def end(self) -> None:
         """Takes what still runs out of the engine, and notes what the request was for the log."""
-        note = call_of(self._request).note
+        call = call_of(self._request)
+        call.streams = self._streams
+        note = call.note
+        note["model"] = self._context.model.name
         note["prompt_tokens"] = sum(len(p.token_ids) for p in self._prepared.prompts)
         outputs = [stream.output for stream in self._streams if stream.output is not None]
         completions = [c for output in outputs for c in output.outputs]
         note["completion_tokens"] = sum(len(c.token_ids) for c in completions)
         note["cached_tokens"] = sum(output.cached_tokens for output in outputs)
-        note["finish_reasons"] = [c.finish_reason for c in completions]
+        note["finish_reasons"] = [c.finish_reason or "abort" for c in completions]
+        queued = [
+            s.output.started - s.submitted
+            for s in self._streams
+            if s.output is not None and s.output.started is not None
+        ]
+        if queued:
+            note["queue_ms"] = round(max(0.0, *queued) * 1e3, 2)
         firsts = [s.first_token - s.submitted for s in self._streams if s.first_token is not None]
         if firsts:
             note["ttft_ms"] = round(min(firsts) * 1e3, 2)

@@ -12,7 +12,9 @@ from aiohttp import web
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.server.app import make_app
+from jaxinfer.server.batches import BatchStore
 from jaxinfer.server.context import ServerContext
+from jaxinfer.server.files import FileStore
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,12 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
         max_field_size=config.max_header_bytes,
         max_headers=config.max_header_bytes,
     )
+    if config.data_dir is not None:
+        context.files = FileStore(config.data_dir)
+        context.batches = BatchStore(context, context.files, config.data_dir)
     context.service.start()
+    if context.batches is not None:
+        context.batches.start()
     await runner.setup()
     try:
         site = web.TCPSite(runner, config.host, config.port)
@@ -43,9 +50,14 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
             raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
         host, port = runner.addresses[0][:2]
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        context.draining = True
+        if context.batches is not None:
+            await context.batches.stop()
         await drain(context)
     finally:
         context.draining = True
+        if context.batches is not None:
+            await context.batches.stop()
         await context.service.stop()
         await runner.cleanup()
         context.close()

@@ -92,6 +92,10 @@ def test_pages_running_out_changes_nothing(alone: LLM):
     preemptions = sum(seq.num_preemptions for seq in sequences)
     assert preemptions > 0
     assert [done[str(i)] for i in range(6)] == expected
+    load = small.engine.load()
+    assert (load.waiting, load.running, load.kv_usage) == (0, 0, 0)
+    assert (load.generated_tokens, load.preemptions) == (6 * 90, preemptions)
+    assert load.prefilled_tokens > sum(map(len, prompts))
 
 
 def test_nothing_compiles_after_warm_up(llm: LLM):
