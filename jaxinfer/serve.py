@@ -91,6 +91,7 @@ def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
         max_model_len=llm.max_model_len,
         vocab_size=llm.vocab_size,
         defaults=llm.generation_defaults,
+        hidden_states=lambda ids: llm.hidden_states(ids, [-1])[-1],
         grammars=llm.engine.grammars,
         facts=_facts(llm),
     )

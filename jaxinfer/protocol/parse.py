@@ -66,7 +66,7 @@ def parse_completion_request(body: Any, defaults: Mapping[str, Any] | None = Non
     echo = fields.boolean("echo")
     return GenerationRequest(
         endpoint="completions",
-        prompts=_read_prompts(fields),
+        prompts=read_texts_or_ids(fields, "prompt"),
         sampling=read_sampling(fields, "completions", echo=echo),
         echo=echo,
         add_special_tokens=fields.boolean("add_special_tokens", True),
@@ -138,22 +138,23 @@ def _read_cache_salt(fields: Fields) -> str | None:
     return salt
 
 
-def _read_prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
-    prompt = fields.get("prompt")
+def read_texts_or_ids(fields: Fields, name: str) -> tuple[str | tuple[int, ...], ...]:
+    """A text, token ids, or a list of either; at most 1024 of them."""
+    prompt = fields.get(name)
     if isinstance(prompt, str):
         return (prompt,)
     wanted = "must be a text, an array of token ids, or an array of either"
     if not isinstance(prompt, list):
-        raise fields.error("prompt", "is missing" if prompt is None else f"{wanted}, got {describe(prompt)}")
+        raise fields.error(name, "is missing" if prompt is None else f"{wanted}, got {describe(prompt)}")
     if not prompt:
-        raise fields.error("prompt", "must not be empty")
+        raise fields.error(name, "must not be empty")
     several = prompt if not is_integer_list(prompt) else [prompt]
     if len(several) > _MAX_PROMPTS:
-        raise fields.error("prompt", f"may hold at most {_MAX_PROMPTS} prompts, got {len(several)}")
+        raise fields.error(name, f"may hold at most {_MAX_PROMPTS}, got {len(several)}")
     prompts = []
     for one in several:
         if not isinstance(one, str) and not is_integer_list(one):
-            raise fields.error("prompt", f"{wanted}; it holds {describe(one)}")
+            raise fields.error(name, f"{wanted}; it holds {describe(one)}")
         prompts.append(one if isinstance(one, str) else tuple(one))
     return tuple(prompts)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from aiohttp import web
 
 from jaxinfer.config.server import ServerConfig
@@ -32,6 +33,7 @@ class ServedModel:
 
     Attributes:
       defaults: sampling settings for what a request leaves open.
+      hidden_states: final ones of token ids, float32 [T, D]; slow, for embeddings.
       grammars: the engine's compiler, so that grammars are compiled off its thread.
       facts: shown by /v1/models: architecture, parameters, dtype and the like.
     """
@@ -44,6 +46,7 @@ class ServedModel:
     defaults: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     grammars: GrammarCompiler | None = None
+    hidden_states: Callable[[list[int]], np.ndarray] | None = None
 
 
 class ServerContext:
@@ -61,6 +64,7 @@ class ServerContext:
         self.config = config
         self.metrics = Metrics(service, model)
         self.draining = False
+        self.embedding_lock = asyncio.Lock()  # one at a time: each takes memory of its own
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
         self.started = int(time.time())

@@ -142,8 +142,6 @@ def test_spans_are_sent_to_an_endpoint_at_the_latest_when_the_server_ends():
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(
-        sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
-    )
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match="opentelemetry-exporter-otlp-proto-http"):
         Tracing("http://localhost:4318/v1/traces")
