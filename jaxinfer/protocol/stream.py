@@ -28,11 +28,6 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def error_event(error: dict[str, Any]) -> bytes:
-    """The event that takes the place of the rest of a stream; `error` is OpenAI's inner object."""
-    return event(error_body(error))
-
-
 class ChunkStream:
     """The events of one request. A choice is (prompt, completion): its index is prompt * n + completion, as when not streamed."""
 
@@ -100,6 +95,10 @@ class ChunkStream:
                 return text
             return text + self._finish(i, increment)
         return self._detailed(i, prompt, increment, output, echo)
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """The end of a stream that failed; `error` is OpenAI's inner object."""
+        return event(error_body(error)) + DONE
 
     def closing(self, outputs: list[RequestOutput]) -> bytes:
         """The usage chunk if it was asked for, and the end."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxinfer.server import batches, embeddings, files, generate, playground, system
+from jaxinfer.server import batches, embeddings, files, generate, playground, responses, system
 from jaxinfer.server.access import access_log
 from jaxinfer.server.auth import Keys, authorization
 from jaxinfer.server.call import call_of
@@ -46,6 +46,7 @@ def make_app(context: ServerContext) -> web.Application:
             web.post("/detokenize", system.detokenize),
             web.post("/v1/chat/completions", generate.chat_completions),
             web.post("/v1/completions", generate.completions),
+            web.post("/v1/responses", responses.create),
             web.post("/v1/embeddings", embeddings.embeddings),
             web.post("/v1/files", files.upload),
             web.get("/v1/files", files.listing),

@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions."""
+"""/v1/chat/completions and /v1/completions, and what every generating route shares: admission, running, streaming."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from aiohttp import web
 
@@ -18,11 +18,11 @@ from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.protocol.response import chat_completion, failure_of, text_completion
-from jaxinfer.protocol.stream import DONE, ChunkStream, error_event
+from jaxinfer.protocol.stream import ChunkStream
 from jaxinfer.server.admission import check_alive, check_room
 from jaxinfer.server.body import read_json
 from jaxinfer.server.call import call_of
-from jaxinfer.server.context import CONTEXT, ServerContext
+from jaxinfer.server.context import CONTEXT, ServedModel, ServerContext
 from jaxinfer.server.errors import HTTPFailure
 from jaxinfer.server.errors import failure_of as http_failure_of
 from jaxinfer.server.sse import EventStream
@@ -30,20 +30,67 @@ from jaxinfer.server.sse import EventStream
 _numbers = itertools.count()  # ids in the engine are our own: a client may send one id twice
 
 
+@runtime_checkable
+class Answer(Protocol):
+    """The shape that one API gives to what the engine says."""
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]: ...
+    def stream(self) -> AnswerStream: ...
+
+
+@runtime_checkable
+class AnswerStream(Protocol):
+    """The same as events: jaxinfer.protocol.stream.ChunkStream's methods."""
+
+    def opening(self) -> bytes: ...
+    def advance(self, prompt: int, increment: Increment, output: RequestOutput) -> bytes: ...
+    def closing(self, outputs: list[RequestOutput]) -> bytes: ...
+    def failure(self, error: dict[str, Any]) -> bytes: ...
+
+
+class Completions:
+    """OpenAI's chat completion or text completion."""
+
+    def __init__(self, prepared: PreparedRequest, model: ServedModel, response_id: str):
+        self._prepared = prepared
+        self._tokenizer = model.tokenizer
+        self._shown: dict[str, Any] = {
+            "response_id": response_id,
+            "created": int(time.time()),
+            "model": model.name,
+        }
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        if self._prepared.request.chat is None:
+            return text_completion(self._prepared, outputs, self._tokenizer, **self._shown)
+        assert self._tokenizer is not None  # prepare has refused it
+        return chat_completion(self._prepared, outputs[0], self._tokenizer, **self._shown)
+
+    def stream(self) -> AnswerStream:
+        return ChunkStream(self._prepared, self._tokenizer, **self._shown)
+
+
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, parse_chat_request, "chatcmpl-")
+    return await _completions(request, parse_chat_request, "chatcmpl-")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await _generate(request, parse_completion_request, "cmpl-")
+    return await _completions(request, parse_completion_request, "cmpl-")
 
 
-async def _generate(
+async def _completions(
     request: web.Request, parse: Callable[..., GenerationRequest], prefix: str
 ) -> web.StreamResponse:
     context = request.app[CONTEXT]
     check_alive(context)
     parsed = parse(await read_json(request), context.model.defaults)
+    prepared = await admit(context, parsed)
+    answer = Completions(prepared, context.model, prefix + call_of(request).id)
+    return await respond(request, prepared, answer)
+
+
+async def admit(context: ServerContext, parsed: GenerationRequest) -> PreparedRequest:
+    """Checks a request against the model and the load, and prepares it for the engine."""
     check_model(context, parsed.model)
     check_room(context, 0)
     prepared = await context.prepare(parsed)
@@ -55,9 +102,14 @@ async def _generate(
             param="n",
         )
     check_room(context, sum(len(p.token_ids) for p in prepared.prompts))
-    job = _Job(request, context, prepared, prefix + call_of(request).id)
+    return prepared
+
+
+async def respond(request: web.Request, prepared: PreparedRequest, answer: Answer) -> web.StreamResponse:
+    """Runs a prepared request and answers it, whole or streamed as it asks."""
+    job = _Job(request, request.app[CONTEXT], prepared, answer)
     try:
-        return await (job.stream() if parsed.stream else job.whole())
+        return await (job.stream() if prepared.request.stream else job.whole())
     finally:
         job.end()
 
@@ -77,13 +129,12 @@ class _Job:
     """One HTTP request: an engine request for each of its prompts."""
 
     def __init__(
-        self, request: web.Request, context: ServerContext, prepared: PreparedRequest, response_id: str
+        self, request: web.Request, context: ServerContext, prepared: PreparedRequest, answer: Answer
     ):
         self._request = request
         self._context = context
         self._prepared = prepared
-        self._id = response_id
-        self._created = int(time.time())
+        self._answer = answer
         self._deadline = asyncio.get_running_loop().time() + context.config.request_timeout_s
         self._streams: list[RequestStream] = []
 
@@ -96,26 +147,12 @@ class _Job:
             failure = failure_of(output)
             if failure is not None:
                 raise HTTPFailure(500, failure, code="generation_failed")
-        shown: dict[str, Any] = {
-            "response_id": self._id,
-            "created": self._created,
-            "model": self._context.model.name,
-        }
-        tokenizer = self._context.model.tokenizer
-        if self._prepared.request.chat is not None:
-            assert tokenizer is not None  # prepare has refused it
-            return web.json_response(chat_completion(self._prepared, outputs[0], tokenizer, **shown))
-        return web.json_response(text_completion(self._prepared, outputs, tokenizer, **shown))
+        return web.json_response(self._answer.whole(outputs))
 
     async def stream(self) -> web.StreamResponse:
         config = self._context.config
-        chunks = ChunkStream(
-            self._prepared,
-            self._context.model.tokenizer,
-            response_id=self._id,
-            created=self._created,
-            model=self._context.model.name,
-        )
+        chunks = self._answer.stream()
+        opening = chunks.opening()  # before anything can come from the engine
         events = EventStream(
             self._request,
             keep_alive_s=config.keep_alive_s,
@@ -140,7 +177,7 @@ class _Job:
         try:
             async with asyncio.timeout_at(self._deadline):
                 await self._submit(sink, places)
-            response = await events.open(call_of(self._request).headers, chunks.opening())
+            response = await events.open(call_of(self._request).headers, opening)
             try:
                 async with asyncio.timeout_at(self._deadline):
                     await asyncio.gather(*(stream.done for stream in self._streams))
@@ -151,7 +188,7 @@ class _Job:
                 events.write(chunks.closing(self._outputs()))
             else:
                 call_of(self._request).note["error"] = failure["message"]
-                events.write(error_event(failure) + DONE)
+                events.write(chunks.failure(failure))
             await events.close()
             return response
         finally:
@@ -187,7 +224,7 @@ class _Job:
         request = self._prepared.request
         submissions = []
         for place, prompt in enumerate(self._prepared.prompts):
-            request_id = f"{self._id}-{next(_numbers)}"
+            request_id = f"{call_of(self._request).id}-{next(_numbers)}"
             if places is not None:
                 places[request_id] = place
             submissions.append(
