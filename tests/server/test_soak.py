@@ -1,0 +1,109 @@
+"""Ten thousand short requests, half of them left by their clients: handles, memory and pages stay flat (S36)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from pathlib import Path
+
+import aiohttp
+from byte_tokenizer import EOS
+from scripted import ScriptedEngine, Server
+from tiny_checkpoint import write_checkpoint
+
+from jaxinfer import LLM
+from jaxinfer.config.server import ServerConfig
+from jaxinfer.serve import served_model
+
+REQUESTS = 10_000
+AT_ONCE = 64
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def run(server: Server, count: int) -> list[int]:
+    """How many requests were answered and how many left early."""
+    ended = [0, 0]
+    numbers = iter(range(count))
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for i in numbers:
+            body = {"prompt": f"request {i}", "max_tokens": 30, "stream": bool(i & 1)}
+            leave = i % 4 >= 2
+            async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+                if leave:
+                    answer.close()
+                else:
+                    content = await answer.read()
+                    assert content.endswith(b"[DONE]\n\n") or b'"over"' in content
+                ended[leave] += 1
+
+    connector = aiohttp.TCPConnector(limit=AT_ONCE)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        await asyncio.gather(*(client(session) for _ in range(AT_ONCE)))
+    return ended
+
+
+def test_ten_thousand_requests_leave_nothing_behind(serve):
+    engine = ScriptedEngine(lambda prompt, params, index: [*b"over", EOS])
+    server = serve(engine)
+    asyncio.run(run(server, 500))
+    assert server.wait_idle()
+    gc.collect()
+    files, memory = open_files(), resident_bytes()
+    assert asyncio.run(run(server, REQUESTS)) == [REQUESTS // 2] * 2
+    assert server.wait_idle()
+    gc.collect()
+    assert open_files() <= files + 2
+    assert resident_bytes() - memory < 24 * 2**20  # 2.4 KB a request would be a leak
+    service = server.context.service
+    assert (service.num_active, service.num_queued, service.queued_prefill_tokens) == (0, 0, 0)
+    assert not service._streams
+    assert not engine.requests
+
+
+def test_pages_of_the_real_engine_come_back(serve, tmp_path: Path):
+    llm = LLM(
+        write_checkpoint(tmp_path),
+        warm_up=False,
+        max_num_seqs=8,
+        max_model_len=128,
+        page_size=8,
+        prefill_block=16,
+    )
+    server = serve(llm.engine, model=served_model(llm, ServerConfig(served_model_name="tiny")))
+
+    async def one(session: aiohttp.ClientSession, i: int) -> None:
+        body = {
+            "prompt": f"text {i}",
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "stream": True,
+            "n": 1 + i % 2,
+            "temperature": 1,
+        }
+        async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200
+            if i % 2:
+                await answer.content.readline()
+                answer.close()
+            else:
+                await answer.read()
+
+    async def everyone() -> None:
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*(one(session, i) for i in range(60)))
+
+    asyncio.run(everyone())
+    assert server.wait_idle()
+    scheduler = llm.engine.scheduler
+    scheduler.check_integrity()
+    assert scheduler.kv.pool.available == scheduler.kv.pool.total
