@@ -15,6 +15,9 @@ import pytest
 from byte_tokenizer import EOS
 from scripted import NAN, TOKENIZER, ScriptedEngine, Server, says
 
+from jaxinfer.server.context import ServedModel
+from jaxinfer.text.chat import ChatTemplate
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -446,3 +449,65 @@ def test_the_log_has_one_json_line_a_request(serve, caplog: pytest.LogCaptureFix
     assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (5, 5, ["stop"])
     assert line["ttft_ms"] >= 0
     assert "hello" not in json.dumps(line)
+
+
+def with_template(source: str) -> ServedModel:
+    return ServedModel(
+        name="scripted",
+        tokenizer=TOKENIZER,
+        chat_template=ChatTemplate(source),
+        max_model_len=4096,
+        vocab_size=260,
+        defaults={},
+    )
+
+
+def test_b28_a_template_that_refuses_is_a_400_in_its_own_words(serve):
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    )
+    server = serve(model=with_template(source))
+    body = {"messages": [{"role": "system", "content": "a"}]}
+    assert "System role not supported" in refused(server, "/v1/chat/completions", body)["message"]
+    assert call(server, "/v1/chat/completions", CHAT)[0] == 200
+
+
+def test_s09_a_template_that_never_ends_is_stopped_and_others_go_on(serve):
+    source = "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' }}{% endfor %}{% endfor %}"
+    server = serve(model=with_template(source), template_timeout_s=30)
+    results: list[Any] = []
+    worker = threading.Thread(target=lambda: results.append(call(server, "/v1/chat/completions", CHAT)))
+    worker.start()
+    assert call(server, "/v1/completions", {"prompt": "a"})[0] == 200
+    worker.join(30)
+    assert results[0][0] == 400
+
+
+def test_b31_a_prefill_is_gone_on_with(serve):
+    engine = ScriptedEngine(says(" blue."))
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "It is"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    status, answer, _ = call(serve(engine), "/v1/chat/completions", body)
+    assert status == 200
+    assert TOKENIZER.decode(engine.seen[0][0], skip_special_tokens=False).endswith(
+        "<|im_start|>assistant\nIt is"
+    )
+    assert answer["choices"][0]["message"]["content"] == " blue."
+
+
+def test_chat_template_kwargs_shadow_nothing(serve):
+    body = {**CHAT, "chat_template_kwargs": {"messages": []}}
+    assert refused(serve(), "/v1/chat/completions", body)["param"] == "chat_template_kwargs"
+    assert (
+        refused(serve(), "/v1/chat/completions", {**CHAT, "chat_template": "{{ 1 }}"})["param"]
+        == "chat_template"
+    )
+
+
+def test_b04_ids_that_decode_to_nothing_stable_fail_nobody(serve):
+    """Bytes that begin characters and never end them, and ids past the vocabulary's spellings."""
+    engine = ScriptedEngine(lambda *_: [0xE6, 0xE6, 0xF0, 0x9F, ord("a"), 0xFF, EOS])
+    status, answer, _ = call(serve(engine), "/v1/completions", {"prompt": "x", "max_tokens": 20})
+    assert status == 200
+    assert "a" in answer["choices"][0]["text"]
+    assert "\ufffd" in answer["choices"][0]["text"]
