@@ -30,6 +30,7 @@ _HELP = {
     "cors_origins": "an origin that browsers may call from, or *; may be repeated (default: none)",
     "data_dir": "directory for /v1/files and /v1/batches; without it they are off",
     "max_file_bytes": "largest uploaded file",
+    "max_stored_bytes": "all files in --data-dir together; no more are taken then until some are deleted",
     "max_body_bytes": "largest request body",
     "max_header_bytes": "largest header, and all headers together",
     "max_json_depth": "how deeply a body may nest",
@@ -101,10 +102,11 @@ def _facts(llm: LLM) -> dict[str, Any]:
     from jaxinfer import compat
 
     config, engine = llm.model_config, llm.engine
+    arrays = [a for weight in llm.params for a in (weight if isinstance(weight, tuple) else (weight,))]
     return {
         "architecture": config.family,
         "parameters": sum(math.prod(weight.shape) for weight in llm.params),
-        "dtype": config.dtype,
+        "weight_bytes": sum(array.nbytes for array in arrays),
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "vocab_size": llm.vocab_size,

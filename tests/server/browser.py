@@ -79,7 +79,10 @@ class Browser:
         return self._call("GET", f"/element/{handle[_ELEMENT]}/computedlabel")
 
     def resize(self, width: int, height: int) -> None:
-        self._call("POST", "/window/rect", {"width": width, "height": height})
+        """Size of the page, in CSS pixels; windows cannot be as narrow as phones."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        self._call("POST", "/goog/cdp/execute", command)
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
