@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from http import HTTPStatus
 from typing import Any
@@ -88,6 +89,8 @@ async def errors_as_json(request: web.Request, handler: Any) -> web.StreamRespon
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
+    except ConnectionResetError:
+        raise asyncio.CancelledError from None  # the client is gone: nobody is there to be answered
     except Exception as error:
         if call_of(request).head_sent:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from aiohttp import HttpVersion11, web
@@ -84,7 +85,8 @@ class EventStream:
         """Ends the response; the connection can serve another request."""
         self.cancel()
         if self._response is not None and not self.dropped:
-            await self._response.write_eof()
+            with contextlib.suppress(ConnectionResetError):  # it has just left
+                await self._response.write_eof()
 
     def cancel(self) -> None:
         if self._timer is not None:

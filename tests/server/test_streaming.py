@@ -169,10 +169,16 @@ def test_a_silent_stream_is_kept_alive(serve):
     assert raw.endswith("data: [DONE]\n\n")
 
 
-def post_raw(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+def post_raw(
+    server: Server, path: str, body: dict[str, Any], *, receive_buffer: int | None = None
+) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(10)
+    connection.connect((host, int(port)))
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
     return connection
@@ -193,13 +199,12 @@ def test_b23_a_client_that_leaves_frees_its_request(serve, stream: bool):
 def test_a_client_that_does_not_read_is_dropped(serve):
     engine = ScriptedEngine(lambda *_: [*b"y" * 4000])
     server = serve(engine, max_unread_bytes=64 * 1024)
-    # A small receive window, and a response of more than the kernel's buffers hold.
+    # A small receive window, and a response of far more than the kernel's buffers hold.
     body = {"prompt": ["a"] * 100, "max_tokens": 3900, "stream": True, "ignore_eos": True}
-    connection = post_raw(server, "/v1/completions", body)
-    assert server.wait_busy()
-    assert server.wait_idle(30)
-    assert engine.aborted
-    connection.close()
+    with post_raw(server, "/v1/completions", body, receive_buffer=4096):
+        assert server.wait_busy()
+        assert server.wait_idle(60)
+        assert engine.aborted
 
 
 def test_the_real_client_streams(serve, client_of):
