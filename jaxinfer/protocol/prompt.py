@@ -12,6 +12,7 @@ from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.protocol.tools import FORCED_PARSER, Tools
 from jaxinfer.text.chat import ChatTemplate, encode_chat
 from jaxinfer.text.parsers import (
+    REASONING_END,
     TOOL_PARSERS,
     OutputParser,
     guess_reasoning_parser,
@@ -105,7 +106,11 @@ def prepare(
     for prompt in prompts:
         _check_ids(prompt.token_ids, field, params, max_model_len, vocab_size)
     if parsing is not None and parsing.reasoning_parser is not None and tokenizer is not None:
-        end = tokenizer.decode(prompts[0].token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        if not tokenizer.special_ids.isdisjoint(tokenizer.encode(REASONING_END, add_special_tokens=False)):
+            params = params.replace(skip_special_tokens=False)  # the tags are control tokens
+        continued = request.chat is not None and request.chat.continue_final_message
+        ids = prompts[0].token_ids if continued else prompts[0].token_ids[-_PROMPT_END:]
+        end = tokenizer.decode(ids, skip_special_tokens=False)
         parsing = dataclasses.replace(parsing, prompt_end=end)
     return PreparedRequest(request, prompts, params, parsing)
 

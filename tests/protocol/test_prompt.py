@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from byte_tokenizer import BOS, END, START, VOCAB_SIZE, byte_tokenizer
+import tokenizers
+from byte_tokenizer import BOS, END, START, VOCAB_SIZE, byte_tokenizer, write_byte_tokenizer
+from tokenizers import AddedToken
 
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request
@@ -143,3 +147,38 @@ def test_a_model_without_a_tokenizer_refuses_text(param, body):
     assert error.param == param
     assert "no" in str(error)
     assert "tokenizer" in str(error)
+
+
+def parsed(body, text: str, **options) -> tuple[str, str]:
+    """(reasoning, content) of an answer to a chat."""
+    parsing = prepared(body, max_model_len=1000, reasoning_parser="qwen3", **options).parsing
+    assert parsing is not None
+    parser = parsing.parser()
+    deltas = parser.push(text) + parser.finish()
+    reasoning, content = ("".join(d.text for d in deltas if d.kind == k) for k in ("reasoning", "content"))
+    return reasoning, content
+
+
+def test_b38_only_the_answer_s_own_turn_opens_reasoning():
+    user = {"role": "user", "content": "What is <think>?"}
+    assert parsed({"messages": [user]}, "A tag.") == ("", "A tag.")
+    body = {
+        "messages": [user, {"role": "assistant", "content": "<think>" + "hm, " * 100}],
+        "continue_final_message": True,
+    }
+    assert parsed(body, "so</think>A tag.") == ("so", "A tag.")
+
+
+def test_reasoning_tags_that_are_control_tokens_stay_in_the_text(tmp_path: Path):
+    write_byte_tokenizer(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<think>", "</think>")]
+    )
+    backend.save(file)
+    body = {"messages": [{"role": "user", "content": "q"}]}
+    for tokenizer, skipped in ((PLAIN, True), (Tokenizer.from_directory(tmp_path), False)):
+        params = prepared(body, tokenizer=tokenizer, reasoning_parser="qwen3").params
+        assert params.skip_special_tokens is skipped
+    assert prepared(body, tokenizer=Tokenizer.from_directory(tmp_path)).params.skip_special_tokens

@@ -79,6 +79,22 @@ def test_b34_b35_finish_reasons(serve):
         assert reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        ('{"city": "\\ud83d"}', None),  # half a character: no UTF-8 text can hold it
+        ('{"city": NaN}', '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>'),
+    ],
+)
+def test_arguments_are_always_json_that_a_client_can_read(serve, arguments: str, content: str | None):
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    message, reason = both(serve(ScriptedEngine(says(text)), tool_call_parser="hermes"), tools=[WEATHER])
+    assert message["content"] == content
+    assert reason == ("stop" if content else "tool_calls")
+    if content is None:
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_a_forced_call_is_bound_by_grammar_and_named(serve):
     engine = ScriptedEngine(says('[{"name": "weather", "arguments": {"city": "Oslo"}}]'))
     server = serve(engine)

@@ -1,6 +1,7 @@
 """Parsers of what a model writes: reasoning, tool calls, content. Any way of cutting the text gives the same result."""
 
-from jaxinfer.text.parsers.base import Delta, OutputParser, ToolParser
+from jaxinfer.text.parsers.base import Delta, ToolParser
+from jaxinfer.text.parsers.output import REASONING_END, OutputParser
 from jaxinfer.text.parsers.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -10,6 +11,7 @@ from jaxinfer.text.parsers.registry import (
 )
 
 __all__ = [
+    "REASONING_END",
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "Delta",

@@ -1,17 +1,15 @@
-"""What parsers are made of: a scanner that finds markers across cuts, deltas, and the chain reasoning → tool calls → content."""
+"""What parsers are made of: deltas, a scanner that finds markers across cuts, content beside calls, and the parser's contract."""
 
 from __future__ import annotations
 
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):  # one or two a token: cheaper to make than a frozen dataclass
     """A piece of a message. A call comes whole: its name, and its arguments as JSON text."""
 
     kind: Literal["content", "reasoning", "call"]
@@ -20,46 +18,85 @@ class Delta:
     call_id: str = ""
 
 
+def content(text: str) -> list[Delta]:
+    return [Delta("content", text)] if text else []
+
+
+def call(name: str, arguments: str, call_id: str | None = None) -> Delta:
+    return Delta("call", arguments, name, call_id or f"call_{secrets.token_hex(12)}")
+
+
 class Scanner:
-    """Splits a text that arrives in pieces at literal markers. Text that may be the start of a marker is held back."""
+    """Splits a text that arrives in pieces at literal markers. Text that may be the start of a marker is held back.
+
+    Every marker begins with "<" and has no other: so only the last one in a text can begin a marker that is not whole yet.
+    """
 
     def __init__(self, markers: Sequence[str]):
+        assert all(marker.rfind("<") == 0 for marker in markers)
         self._pattern = re.compile("|".join(re.escape(m) for m in sorted(markers, key=len, reverse=True)))
         self._starts = {marker[:n] for marker in markers for n in range(1, len(marker))}
-        self._longest = max(map(len, markers)) - 1
         self._held = ""
 
-    def push(self, text: str) -> Iterator[tuple[bool, str]]:
+    def push(self, text: str) -> list[tuple[bool, str]]:
         """(is a marker, text) in order."""
-        text = self._held + text
+        if self._held:
+            text, self._held = self._held + text, ""
+        if "<" not in text:
+            return [(False, text)] if text else []
+        parts: list[tuple[bool, str]] = []
         place = 0
         for match in self._pattern.finditer(text):
             if match.start() > place:
-                yield False, text[place : match.start()]
-            yield True, match[0]
+                parts.append((False, text[place : match.start()]))
+            parts.append((True, match[0]))
             place = match.end()
-        keep = self._viable(text, place)
-        self._held = text[keep:]
-        if keep > place:
-            yield False, text[place:keep]
+        start = text.rfind("<", place)
+        if start >= 0 and text[start:] in self._starts:
+            text, self._held = text[:start], text[start:]
+        if len(text) > place:
+            parts.append((False, text[place:]))
+        return parts
 
     def finish(self) -> str:
         """What was held back and became no marker."""
         held, self._held = self._held, ""
         return held
 
-    def _viable(self, text: str, place: int) -> int:
-        for start in range(max(place, len(text) - self._longest), len(text)):
-            if text[start:] in self._starts:
-                return start
-        return len(text)
+
+class Content:
+    """Content beside calls. White space before a call is not shown, nor what separates calls: spaces, `;` and `,`."""
+
+    def __init__(self) -> None:
+        self._blank: list[str] = []  # shown once more content follows
+        self._after_call = False
+
+    def text(self, text: str) -> list[Delta]:
+        kept = text.rstrip()
+        if not kept or (self._after_call and all(c.isspace() or c in ";," for c in kept)):
+            if text:
+                self._blank.append(text)
+            return []
+        shown = "".join([*self._blank, kept])
+        self._blank = [text[len(kept) :]] if len(kept) < len(text) else []
+        self._after_call = False
+        return content(shown)
+
+    def calls(self, calls: list[Delta]) -> list[Delta]:
+        """The same calls, at least one."""
+        self._blank, self._after_call = [], True
+        return calls
+
+    def finish(self) -> list[Delta]:
+        blank, self._blank = "".join(self._blank), []
+        return [] if self._after_call else content(blank)
 
 
 class ToolParser(ABC):
-    """Finds tool calls in content. One object a completion.
+    """Finds tool calls in content. One object a completion. No text makes it raise; a malformed call is content.
 
     Attributes:
-      needs_special_tokens: its markers are control tokens, which must not be left out of the text.
+      needs_special_tokens: its markers may be control tokens: the text must be made with skip_special_tokens=False.
     """
 
     needs_special_tokens = False
@@ -81,93 +118,3 @@ class NoTools(ToolParser):
 
     def finish(self) -> list[Delta]:
         return []
-
-
-class Reasoning:
-    """Splits off what a model thinks, between <think> and </think>, from what it says.
-
-    Reasoning counts only at the beginning of the text. When the prompt's own end opened it, the text begins inside; text that ends
-    inside is all reasoning.
-    """
-
-    def __init__(self, *, inside: bool):
-        self._scanner = Scanner(["<think>", "</think>"])
-        self._state: Literal["before", "inside", "after", "done"] = "inside" if inside else "before"
-        self._blank = ""
-
-    def push(self, text: str) -> list[Delta]:
-        deltas = []
-        for is_marker, piece in self._scanner.push(text):
-            deltas += self._marker(piece) if is_marker else self._text(piece)
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        deltas = self._text(self._scanner.finish())
-        blank, self._blank = self._blank, ""
-        return deltas + content(blank)
-
-    def _marker(self, marker: str) -> list[Delta]:
-        if self._state == "before" and marker == "<think>":
-            self._state, self._blank = "inside", ""
-            return []
-        if self._state == "inside" and marker == "</think>":
-            self._state = "after"
-            return []
-        return self._text(marker)
-
-    def _text(self, text: str) -> list[Delta]:
-        if not text:
-            return []
-        if self._state == "inside":
-            return [Delta("reasoning", text)]
-        if self._state == "after":  # blank lines between the two belong to neither
-            text = text.lstrip("\n")
-            if not text:
-                return []
-            self._state = "done"
-        elif self._state == "before":
-            self._blank += text
-            if not self._blank.strip():
-                return []
-            text, self._blank, self._state = self._blank, "", "done"
-        return content(text)
-
-
-class OutputParser:
-    """The whole chain for one completion.
-
-    Attributes:
-      num_calls: tool calls found so far.
-    """
-
-    def __init__(self, reasoning: Reasoning | None, tools: ToolParser):
-        self._reasoning = reasoning
-        self._tools = tools
-        self.num_calls = 0
-
-    def push(self, text: str) -> list[Delta]:
-        if self._reasoning is None:
-            return self._counted(self._tools.push(text))
-        return self._through(self._reasoning.push(text))
-
-    def finish(self) -> list[Delta]:
-        deltas = [] if self._reasoning is None else self._through(self._reasoning.finish())
-        return deltas + self._counted(self._tools.finish())
-
-    def _through(self, deltas: list[Delta]) -> list[Delta]:
-        found: list[Delta] = []
-        for delta in deltas:
-            found += [delta] if delta.kind == "reasoning" else self._counted(self._tools.push(delta.text))
-        return found
-
-    def _counted(self, deltas: list[Delta]) -> list[Delta]:
-        self.num_calls += sum(delta.kind == "call" for delta in deltas)
-        return deltas
-
-
-def content(text: str) -> list[Delta]:
-    return [Delta("content", text)] if text else []
-
-
-def call(name: str, arguments: str, call_id: str | None = None) -> Delta:
-    return Delta("call", arguments, name, call_id or f"call_{secrets.token_hex(12)}")

@@ -1,129 +1,137 @@
-"""Llama 4's tool calls: a Python list of calls, `[f(a="b"), g(n=1)]`, or JSON; bare, after prose, or between python markers."""
+"""Calls in Python's notation, `[f(a="b"), g.h(n=[1, None])]`: a reader of literals, which evaluates nothing.
+
+Not Python's own parser: models write names and parameters that Python refuses (`get-weather`, `from`), escapes that it warns of
+(`"\\d"`), JSON's words for constants, and line ends in strings.
+"""
 
 from __future__ import annotations
 
-import ast
-import json
 import re
+from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.text.parsers.base import Delta, ToolParser, call, content
-from jaxinfer.text.parsers.json_calls import calls_in
+from jaxinfer.text.parsers.base import Delta, call
+from jaxinfer.text.parsers.json_calls import dump_arguments
 
-_START, _END = "<|python_start|>", "<|python_end|>"
-_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(|\{\s*\"|\[\s*\{\s*\"|" + re.escape(_START))
-_MAYBE = re.compile(
-    r"(?:\[\s*(?:[A-Za-z_][\w.]*\s*|\{\s*)?|\{\s*)$"
-)  # at the end of the text: may become the start of calls
+_TOKEN = re.compile(
+    r"""\s*(?:
+      (?P<string> "[^"\\]*(?:\\.[^"\\]*)*" | '[^'\\]*(?:\\.[^'\\]*)*' )
+    | (?P<number> [-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)? )
+    | (?P<name>   [^\W\d][\w.\-]* )
+    | (?P<sign>   [\[\](){},=:] )
+    )""",
+    re.VERBOSE | re.DOTALL,
+)
 _WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/"}
+_ESCAPED["\n"] = ""
 
 
-class PythonicCalls(ToolParser):
-    """From the first thing that looks like calls the text is kept until its end, then parsed; if it is none, it was content."""
-
-    needs_special_tokens = True
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._found = False
-
-    def push(self, text: str) -> list[Delta]:
-        self._held += text
-        if self._found:
-            return []
-        match = _CALLS.search(self._held)
-        if match is not None:
-            self._found = True
-            before, self._held = self._held[: match.start()], self._held[match.start() :]
-            return content(before)
-        maybe = _MAYBE.search(self._held)
-        keep = len(self._held) if maybe is None else maybe.start()
-        for n in range(min(len(_START) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(_START[:n]):
-                keep = min(keep, len(self._held) - n)
-                break
-        before, self._held = self._held[:keep], self._held[keep:]
-        return content(before)
-
-    def finish(self) -> list[Delta]:
-        text, self._held = self._held, ""
-        if not self._found:
-            return content(text)
-        inside = text.removeprefix(_START)
-        inside, _, after = inside.partition(_END)
-        source, rest = _split(inside.strip())
-        calls = calls_in(source) or _python_calls(source)
-        if calls is None:
-            return content(text.replace(_START, "").replace(_END, ""))
-        return calls + content((rest + after).replace(_START, "").replace(_END, "").strip())
-
-
-def _split(text: str) -> tuple[str, str]:
-    """The bracketed beginning of a text, and what follows it."""
-    depth, quote, i = 0, "", 0
-    while i < len(text):
-        c = text[i]
-        if quote:
-            if c == "\\":
-                i += 1
-            elif c == quote:
-                quote = ""
-        elif c in "\"'":
-            quote = c
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-            if depth <= 0:
-                rest = text[i + 1 :]
-                if not re.match(r"\s*[;,]?\s*[\[{]", rest):  # more calls, as JSON objects in a row
-                    return text[: i + 1], rest
-        i += 1
-    return text, ""
-
-
-def _python_calls(text: str) -> list[Delta] | None:
+def python_calls(text: str) -> list[Delta] | None:
+    """The calls of a text that is a list of them and nothing else; None if it is anything else."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _Reader(text).calls()
+    except (ValueError, RecursionError):
         return None
-    nodes = tree.elts if isinstance(tree, ast.List) else [tree]
-    calls = []
-    for node in nodes:
-        if not isinstance(node, ast.Call) or node.args:
-            return None
-        try:
-            name = _name(node.func)
-            arguments = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
-            if None in arguments:
-                return None
-            calls.append(call(name, json.dumps(arguments, ensure_ascii=False)))
-        except (ValueError, TypeError, RecursionError):
-            return None
-    return calls or None
 
 
-def _name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    if isinstance(node, ast.Name):
-        return node.id
-    raise ValueError("not a name")
+class _Reader:
+    """Reads one text by recursive descent. Every method raises ValueError where the text is not what it reads."""
+
+    def __init__(self, text: str):
+        self._text = text.rstrip()
+        self._place = 0
+        self._kind: str | None = None
+        self._token = ""
+        self._next()
+
+    def calls(self) -> list[Delta]:
+        self._expect("[")
+        calls = self._until("]", self._call)
+        if not calls or self._kind is not None:
+            raise ValueError("not a list of calls")
+        return calls
+
+    def _call(self) -> Delta:
+        name = self._name()
+        self._expect("(")
+        return call(name, dump_arguments(dict(self._until(")", lambda: (self._name(), self._after("="))))))
+
+    def _value(self) -> Any:
+        kind, token = self._kind, self._token
+        if kind == "string":
+            text = ""
+            while self._kind == "string":  # strings in a row are one
+                text += _unescape(self._token[1:-1])
+                self._next()
+            return text
+        self._next()
+        if kind == "number":
+            return int(token) if token.lstrip("+-").isdigit() else float(token)
+        if kind == "name":
+            if token not in _WORDS:
+                raise ValueError("not a literal")
+            return _WORDS[token]
+        if token == "[":
+            return self._until("]", self._value)
+        if token == "(":
+            return self._until(")", self._value)
+        if token == "{":
+            return dict(self._until("}", lambda: (_key(self._value()), self._after(":"))))
+        raise ValueError("not a value")
+
+    def _until[T](self, end: str, item: Callable[[], T]) -> list[T]:
+        """Items with commas between, perhaps one after the last, and the end."""
+        items: list[T] = []
+        while not self._is_sign(end):
+            items.append(item())
+            if not self._is_sign(end):
+                self._expect(",")
+        self._next()
+        return items
+
+    def _after(self, sign: str) -> Any:
+        self._expect(sign)
+        return self._value()
+
+    def _name(self) -> str:
+        if self._kind != "name":
+            raise ValueError("not a name")
+        name = self._token
+        self._next()
+        return name
+
+    def _expect(self, sign: str) -> None:
+        if not self._is_sign(sign):
+            raise ValueError(f"not {sign}")
+        self._next()
+
+    def _is_sign(self, sign: str) -> bool:
+        return self._kind == "sign" and self._token == sign
+
+    def _next(self) -> None:
+        if self._place == len(self._text):
+            self._kind = None
+            return
+        match = _TOKEN.match(self._text, self._place)
+        if match is None or match.lastgroup is None:
+            raise ValueError("not a token")
+        self._kind, self._token, self._place = match.lastgroup, match[match.lastgroup], match.end()
 
 
-def _value(node: ast.expr) -> Any:
-    """A literal; JSON's words for constants count too. Nothing is evaluated."""
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        if any(key is None for key in node.keys):
-            raise ValueError("not a literal")
-        return {
-            str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key
-        }
-    value = ast.literal_eval(node)
-    if isinstance(value, bytes | complex | set) or value is Ellipsis:
-        raise ValueError("not a JSON value")
-    return value
+def _key(value: Any) -> str:
+    if isinstance(value, list | dict):
+        raise ValueError("not a key")
+    return str(value)
+
+
+def _unescape(text: str) -> str:
+    def shown(match: re.Match[str]) -> str:
+        code = match[1] or match[2] or match[3]
+        return chr(int(code, 16)) if code else _ESCAPED.get(match[4], match[0])
+
+    try:
+        return _ESCAPE.sub(shown, text)
+    except OverflowError:
+        raise ValueError("no such character") from None
