@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
     """What the server needs to know of a model."""
+    from jaxinfer.protocol.sampling import model_defaults
     from jaxinfer.server.context import ServedModel
 
     return ServedModel(
@@ -91,7 +92,7 @@ def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
         chat_template=llm.chat_template,
         max_model_len=llm.max_model_len,
         vocab_size=llm.vocab_size,
-        defaults=llm.generation_defaults,
+        defaults=model_defaults(llm.generation_defaults),
         hidden_states=lambda ids: llm.hidden_states(ids, [-1])[-1],
         grammars=llm.engine.grammars,
         facts=_facts(llm),

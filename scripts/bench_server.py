@@ -161,7 +161,8 @@ def throughput_with_a_model(requests: int, tokens: int, rounds: int) -> dict[str
         alone.stdin.flush()
         return float(alone.stdout.readline())
 
-    behind(), without()  # warm
+    behind()  # warm
+    without()
     pairs = [(behind(), without()) for _ in range(rounds)]
     alone.communicate("")
     server.terminate()

@@ -18,6 +18,7 @@ import io
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol, cast, runtime_checkable
 
@@ -25,7 +26,7 @@ from jaxinfer.batch.lines import InputLine
 from jaxinfer.errors import ConfigError
 
 _RECORD_START = b'{"id": "batch_req_'
-_RECORD_ID = re.compile(rb'\{"id": "(batch_req_[0-9]+_[0-9a-f]+)"')
+_RECORD_ID = re.compile(rb'\{"id": "(batch_req_([0-9]+)_[0-9a-f]+)"')
 
 
 @runtime_checkable
@@ -64,7 +65,7 @@ class OrderedOutput:
                 file = stack.enter_context(_open(target, "ab"))
                 if self._path is not None:
                     _lock(file, target)
-                    self._journal_path = self._path.with_name(self._path.name + ".journal")
+                    self._journal_path = journal_of(self._path)
                     stack.callback(self._remove_empty, self._path)
                 self._file: ByteSink = file
             else:
@@ -188,6 +189,40 @@ class OrderedOutput:
         offset, length = where
         self._journal.seek(offset)
         return self._journal.read(length)
+
+
+def journal_of(path: Path) -> Path:
+    return path.with_name(path.name + ".journal")
+
+
+def read_results(path: Path) -> Iterator[bytes]:
+    """What a run that is not to go on has left: its results in input order, those in the journal too; torn lines are left out."""
+    last = 0  # line number of the newest result in the output: the journal may still hold earlier ones, written since
+    for number, record in _records(path):
+        last = number
+        yield record
+    journal = journal_of(path)
+    offset = 0
+    early: list[tuple[int, int]] = []  # (line number, offset in the journal)
+    for number, record in _records(journal):
+        if number > last:
+            early.append((number, offset))
+        offset += len(record)
+    if early:
+        with open(journal, "rb") as file:
+            for _, offset in sorted(early):
+                file.seek(offset)
+                yield file.readline()
+
+
+def _records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole results with the numbers of their input lines, up to a torn one; none when there is no such file."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        for record in file:
+            found = _RECORD_ID.match(record)
+            if found is None or not record.endswith(b"\n"):
+                return
+            yield int(found[2]), record
 
 
 _MOVE_AWAY = "move it away or choose another output"

@@ -13,7 +13,8 @@ from jaxinfer.batch.lines import BatchLine, InputLine, LineParser
 from jaxinfer.batch.output import OrderedOutput
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.errors import SERVER_ERROR, error_object, request_error_object
-from jaxinfer.protocol.prompt import prepare
+from jaxinfer.protocol.prompt import PreparedRequest, prepare
+from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.protocol.response import failure_of
 from jaxinfer.protocol.sampling import model_defaults
 
@@ -45,6 +46,7 @@ def run_batch(
     defaults: Mapping[str, Any] | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     endpoint: str | None = None,
+    prepare_request: Callable[[GenerationRequest], PreparedRequest] | None = None,
     on_progress: Callable[[BatchProgress], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchProgress:
@@ -55,15 +57,16 @@ def run_batch(
       defaults: request fields for lines that do not set them (the command line's flags).
       max_in_flight: sequences (prompts times n) in the engine; one larger request runs alone.
       endpoint: the one url that lines in OpenAI's form may name; None for any that is known.
+      prepare_request: what makes a line's request ready for the engine, and raises RequestError for one that may not run;
+        None: `jaxinfer.protocol.prompt.prepare`.
       on_progress: called after each step of the engine.
       should_stop: asked before each step; when true the unfinished requests are dropped and `interrupted` is set.
 
     Raises:
       ConfigError: the output belongs to another input.
     """
-    return _Run(llm, output, defaults or {}, max_in_flight, endpoint).run(
-        iter(lines), on_progress, should_stop
-    )
+    run = _Run(llm, output, defaults or {}, max_in_flight, endpoint, prepare_request)
+    return run.run(iter(lines), on_progress, should_stop)
 
 
 class _Run:
@@ -74,6 +77,7 @@ class _Run:
         defaults: Mapping[str, Any],
         max_in_flight: int,
         endpoint: str | None,
+        prepare_request: Callable[[GenerationRequest], PreparedRequest] | None,
     ):
         self._llm = llm
         self._output = output
@@ -81,6 +85,7 @@ class _Run:
         self._parser = LineParser({**own, **defaults}, {**own, **PLAIN_DEFAULTS, **defaults}, endpoint)
         self._flights = InFlight(llm.engine)
         self._max_in_flight = max_in_flight
+        self._prepare = prepare_request or self._prepare_here
         self._progress = BatchProgress()
 
         self._waiting: Job | None = None  # read, but without room in the engine yet
@@ -127,7 +132,6 @@ class _Run:
 
     def _read_jobs(self, lines: Iterator[InputLine]) -> Iterator[Job | None]:
         """Yields what is to be computed, None for a line that is settled: kept from an earlier run, or wrong."""
-        llm = self._llm
         for place, line in enumerate(lines):
             parsed = self._parser.parse(line)
             kept = self._output.claim(place, line)
@@ -141,18 +145,22 @@ class _Run:
                 yield None
             else:
                 try:
-                    prepared = prepare(
-                        parsed.request,
-                        llm.tokenizer,
-                        llm.chat_template,
-                        max_model_len=llm.max_model_len,
-                        vocab_size=llm.vocab_size,
-                    )
+                    prepared = self._prepare(parsed.request)
                 except RequestError as error:
                     self._refuse(place, parsed, error, in_body=True)
                     yield None
                 else:
                     yield Job(place, parsed, prepared)
+
+    def _prepare_here(self, request: GenerationRequest) -> PreparedRequest:
+        llm = self._llm
+        return prepare(
+            request,
+            llm.tokenizer,
+            llm.chat_template,
+            max_model_len=llm.max_model_len,
+            vocab_size=llm.vocab_size,
+        )
 
     def _start(self, job: Job) -> None:
         try:

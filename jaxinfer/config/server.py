@@ -23,6 +23,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()  # that browsers may call from; "*" is any
     data_dir: Path | None = None  # keeps files and batches; None: those routes are off
     max_file_bytes: int = 2**30  # of an uploaded file
+    max_stored_bytes: int = 2**35  # of all files in data_dir; then nothing is taken until some are deleted
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_json_depth: int = 128
@@ -47,7 +48,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} {chosen!r} is unknown; known: auto, none, {', '.join(known)}")
         for name in (
             *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_queued_requests"),
-            *("max_queued_prefill_tokens", "max_file_bytes", "max_n", "max_unread_bytes"),
+            *("max_queued_prefill_tokens", "max_file_bytes", "max_stored_bytes"),
+            *("max_n", "max_unread_bytes"),
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -44,9 +44,9 @@ _OPENAI_COMPLETION_TOKENS = 16
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults a model's generation_config.json sets, as request fields (`max_new_tokens` → `max_tokens`)."""
+    """The defaults a model's generation_config.json sets, as request fields (`max_new_tokens` → `max_tokens`). Its own results stay as they are."""
     defaults = {name: generation_config.get(name) for name in _MODEL_DEFAULTS}
-    defaults["max_tokens"] = generation_config.get("max_new_tokens")
+    defaults["max_tokens"] = generation_config.get("max_new_tokens", generation_config.get("max_tokens"))
     return {name: value for name, value in defaults.items() if value is not None}
 
 

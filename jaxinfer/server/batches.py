@@ -1,12 +1,13 @@
 """/v1/batches: OpenAI's batch API. The batch runner of `jaxinfer run` answers the lines, through the server's own engine.
 
 A batch is a JSON file; its results grow in a file beside it, in input order. After a restart every batch that was not done goes
-on where it was. One batch runs at a time, behind all online requests.
+on where it was. One batch runs at a time, behind all online requests. Batches do not expire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import logging
 import os
@@ -24,25 +25,22 @@ from aiohttp import web
 
 from jaxinfer.batch import results
 from jaxinfer.batch.lines import ENDPOINTS, read_lines
-from jaxinfer.batch.output import OrderedOutput
+from jaxinfer.batch.output import OrderedOutput, journal_of, read_results
 from jaxinfer.batch.runner import BatchProgress, run_batch
-from jaxinfer.engine.request import RequestOutput, SamplingParams
-from jaxinfer.engine.service import EngineFailure, RequestStream
-from jaxinfer.errors import JaxinferError, OverloadError, RequestError
+from jaxinfer.engine.service import EngineFailure
+from jaxinfer.errors import RequestError
 from jaxinfer.protocol.strict_json import Fields
+from jaxinfer.server.batch_engine import ServedBatchModel, Stopped
 from jaxinfer.server.body import read_json
 from jaxinfer.server.context import CONTEXT, ServerContext
 from jaxinfer.server.errors import HTTPFailure
 from jaxinfer.server.files import FileStore, page
-from jaxinfer.text.chat import ChatTemplate
-from jaxinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"batch_[0-9a-f]{24}")
-_WINDOW_S = 24 * 3600
-_BEHIND = 1 << 20  # added to the priority of every line: online requests go first
 _MAX_IN_FLIGHT = 64
+_MAX_QUEUED = 1000  # batches
 _UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -54,16 +52,19 @@ class BatchStore:
         self._files = files
         self._root = root / "batches"
         self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for leftover in self._root.glob("new-*"):  # of a write that was cut off
+            leftover.unlink()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._cancelled: set[str] = set()
+        self._running: str | None = None
+        self._cancelled = threading.Event()  # the one that is running
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
 
     def start(self) -> None:
         """Starts the thread, for the running event loop; batches that were not done go on."""
         self._loop = asyncio.get_running_loop()
-        for batch in sorted(self.all(), key=lambda b: b["created_at"]):
+        for batch in reversed(self.all()):
             if batch["status"] in _UNFINISHED:
                 self._queue.put(batch["id"])
         self._thread.start()
@@ -76,21 +77,31 @@ class BatchStore:
             await asyncio.to_thread(self._thread.join)
 
     def create(self, input_file_id: str, endpoint: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-        self._files.describe(input_file_id)
-        now = int(time.time())
+        """HTTPFailure 404 for a file that is not there, 413 when there is no room for results, 429 when too many wait."""
+        purpose = self._files.describe(input_file_id)["purpose"]
+        if purpose != "batch":
+            raise RequestError(
+                f"the file's purpose is {purpose}: upload it with purpose batch", param="input_file_id"
+            )
+        self._files.take(0)
+        if self._queue.qsize() >= _MAX_QUEUED:
+            raise HTTPFailure(
+                429, f"{_MAX_QUEUED} batches wait, the most allowed", code="queue_full", retry_after=60
+            )
         stages = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
             "object": "batch",
             "endpoint": endpoint,
+            "model": self._context.model.name,
             "errors": None,
             "input_file_id": input_file_id,
             "completion_window": "24h",
             "status": "validating",
             "output_file_id": None,
             "error_file_id": None,
-            "created_at": now,
-            "expires_at": now + _WINDOW_S,
+            "created_at": int(time.time()),
+            "expires_at": None,
             **{f"{stage}_at": None for stage in stages},
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": dict(metadata) or None,
@@ -108,18 +119,29 @@ class BatchStore:
 
     def all(self) -> list[dict[str, Any]]:
         """Newest first."""
-        found = [json.loads(path.read_bytes()) for path in self._root.glob("batch_*.json")]
+        found = []
+        for path in self._root.glob("batch_*.json"):
+            try:
+                found.append(json.loads(path.read_bytes()))
+            except ValueError:  # what a power cut has left
+                logger.warning("%s is not a batch any more", path.name)
         return sorted(found, key=lambda b: (b["created_at"], b["id"]), reverse=True)
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
+        """A batch that has not begun is cancelled at once, one that runs soon."""
         with self._lock:
             batch = self.get(batch_id)
             if batch["status"] not in _UNFINISHED:
                 raise RequestError(
                     f"the batch is {batch['status']}: there is nothing to cancel", param="batch_id"
                 )
-            self._cancelled.add(batch_id)
-            return self._write({**batch, "status": "cancelling", "cancelling_at": int(time.time())})
+            now = int(time.time())
+            batch |= {"status": "cancelling", "cancelling_at": batch["cancelling_at"] or now}
+            if batch_id == self._running:
+                self._cancelled.set()
+            elif batch["in_progress_at"] is None:
+                batch |= {"status": "cancelled", "cancelled_at": now}
+            return self._write(batch)
 
     # The thread
 
@@ -127,173 +149,129 @@ class BatchStore:
         while (batch_id := self._queue.get()) is not None and not self._stopping.is_set():
             try:
                 self._run_one(batch_id)
-            except Exception as error:
-                logger.exception("batch %s failed", batch_id)
-                said = str(error) if isinstance(error, JaxinferError | HTTPFailure) else "internal error"
-                self._update(
-                    batch_id,
-                    "failed",
-                    errors={"object": "list", "data": [{"code": "batch_failed", "message": said}]},
-                )
+            except (EngineFailure, concurrent.futures.CancelledError):
+                logger.error("batch %s goes on after the next start: the engine has stopped", batch_id)
+                return
+            except Exception:  # such as a full disk: the next batch may do
+                logger.exception("batch %s was given up until the next start", batch_id)
 
     def _run_one(self, batch_id: str) -> None:
-        batch = self.get(batch_id)
-        cancelled = batch["status"] == "cancelling"
+        with self._lock:
+            batch = self.get(batch_id)
+            if batch["status"] not in _UNFINISHED:  # cancelled while it waited
+                return
+            self._running = batch_id
+            self._cancelled.clear()
+            if batch["status"] == "cancelling":
+                self._cancelled.set()
+        error = None
+        try:
+            if not self._cancelled.is_set() and self._answer(batch) and not self._cancelled.is_set():
+                return  # the server stops
+        except (EngineFailure, concurrent.futures.CancelledError):
+            raise
+        except (RequestError, HTTPFailure) as refusal:
+            error = str(refusal)
+        except Exception:
+            logger.exception("batch %s failed", batch_id)
+            error = "internal error: the server's log says more"
+        self._finish(batch_id, error)
+
+    def _answer(self, batch: dict[str, Any]) -> bool:
+        """Runs the lines that have no result yet. Whether it was stopped before the last."""
+        if batch["model"] != self._context.model.name:
+            raise RequestError(f"the model {batch['model']!r} is not served any more")
         source = self._files.content(batch["input_file_id"])
         with source.open("rb") as stream:
-            total = sum(1 for _ in read_lines(stream))
-        results_path = self._root / f"{batch_id}.results.jsonl"
-        counts = {"total": total, "completed": 0, "failed": 0}
-        if not cancelled:
-            self._update(batch_id, "in_progress", request_counts=counts)
-        engine = _ServiceEngine(self._context, self._loop, self._stopping)
-        last_written = 0.0
+            counts = {"total": sum(1 for _ in read_lines(stream)), "completed": 0, "failed": 0}
+        self._update(batch["id"], "in_progress", request_counts=counts)
+        last_written = time.monotonic()
 
         def on_progress(progress: BatchProgress) -> None:
-            nonlocal last_written, counts
-            counts = {**counts, "completed": progress.done - progress.failed, "failed": progress.failed}
+            nonlocal last_written
             if time.monotonic() - last_written > 1:
                 last_written = time.monotonic()
-                self._update(batch_id, None, request_counts=counts)
+                answered = {"completed": progress.done - progress.failed, "failed": progress.failed}
+                self._update(batch["id"], None, request_counts=counts | answered)
 
         def should_stop() -> bool:
-            return self._stopping.is_set() or batch_id in self._cancelled
+            return self._stopping.is_set() or self._cancelled.is_set()
 
-        output = OrderedOutput(results_path)
+        model = ServedBatchModel(self._context, self._loop, should_stop)
+        output = OrderedOutput(self._results(batch["id"]))
         try:
-            if not cancelled:
-                with source.open("rb") as stream:
-                    run_batch(
-                        _BatchModel(self._context, engine),
-                        read_lines(stream),
-                        output,
-                        max_in_flight=_MAX_IN_FLIGHT,
-                        endpoint=batch["endpoint"],
-                        on_progress=on_progress,
-                        should_stop=should_stop,
-                    )
+            with source.open("rb") as stream:
+                progress = run_batch(
+                    model,
+                    read_lines(stream),
+                    output,
+                    max_in_flight=_MAX_IN_FLIGHT,
+                    endpoint=batch["endpoint"],
+                    prepare_request=model.prepare,
+                    on_progress=on_progress,
+                    should_stop=should_stop,
+                )
+        except Stopped:
+            return True
         finally:
             output.close()
-        if self._stopping.is_set() and batch_id not in self._cancelled:
-            return
-        cancelled = cancelled or batch_id in self._cancelled
-        if not cancelled:
-            self._update(batch_id, "finalizing", request_counts=counts)
-        self._finish(batch_id, results_path, "cancelled" if cancelled else "completed", total)
+        return progress.interrupted
 
-    def _finish(self, batch_id: str, results_path: Path, status: str, total: int) -> None:
-        """Sorts results into OpenAI's two files, answers and errors, and says that the batch is over."""
-        counts = {"total": total, "completed": 0, "failed": 0}
+    def _finish(self, batch_id: str, error: str | None) -> None:
+        """Sorts results into OpenAI's two files, answers and errors, and says that the batch is over.
+
+        Args:
+          error: why the batch failed, or None.
+        """
+        self._update(batch_id, "finalizing")
+        path = self._results(batch_id)
+        counts = {"completed": 0, "failed": 0}
         ids: dict[str, str | None] = {}
         with self._files.new() as answers, self._files.new() as errors:
             with answers.content.open("wb") as good, errors.content.open("wb") as bad:
-                if results_path.exists():
-                    with results_path.open("rb") as lines:
-                        for line in lines:
-                            failed = results.is_failure(line)
-                            counts["failed" if failed else "completed"] += 1
-                            (bad if failed else good).write(line)
+                for record in read_results(path):
+                    failed = results.is_failure(record)
+                    counts["failed" if failed else "completed"] += 1
+                    (bad if failed else good).write(record)
             for name, new, count in (
                 ("output", answers, counts["completed"]),
                 ("error", errors, counts["failed"]),
             ):
                 made = new.finish(f"{batch_id}_{name}.jsonl", "batch_output")["id"] if count else None
                 ids[f"{name}_file_id"] = made
-        self._update(batch_id, status, request_counts=counts, **ids)
-        results_path.unlink(missing_ok=True)
+        with self._lock:
+            self._running = None
+            batch = self.get(batch_id)
+            status = "cancelled" if batch["status"] == "cancelling" else "failed" if error else "completed"
+            said = {"object": "list", "data": [{"code": "batch_failed", "message": error}]}
+            self._write(
+                {
+                    **batch,
+                    **ids,
+                    "status": status,
+                    f"{status}_at": int(time.time()),
+                    "request_counts": batch["request_counts"] | counts,
+                    "errors": said if error else None,
+                }
+            )
+        for file in (path, journal_of(path)):
+            file.unlink(missing_ok=True)
+
+    def _results(self, batch_id: str) -> Path:
+        return self._root / f"{batch_id}.results.jsonl"
 
     def _update(self, batch_id: str, status: str | None, **changes: Any) -> None:
         with self._lock:
             batch = {**self.get(batch_id), **changes}
-            if status is not None and not (batch["status"] == "cancelling" and status in _UNFINISHED):
+            if status is not None and batch["status"] != "cancelling":
                 batch |= {"status": status, f"{status}_at": int(time.time())}
             self._write(batch)
 
     def _write(self, batch: dict[str, Any]) -> dict[str, Any]:
-        with tempfile.NamedTemporaryFile("w", dir=self._root, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", prefix="new-", dir=self._root, delete=False) as file:
             file.write(json.dumps(batch))
         os.replace(file.name, self._root / f"{batch['id']}.json")
         return batch
-
-
-class _BatchModel:
-    """The server's model as the batch runner asks for it."""
-
-    def __init__(self, context: ServerContext, engine: _ServiceEngine):
-        model = context.model
-        self.engine = engine
-        self.tokenizer: Tokenizer | None = model.tokenizer
-        self.chat_template: ChatTemplate | None = model.chat_template
-        self.max_model_len = model.max_model_len
-        self.vocab_size = model.vocab_size
-        self.model_name = model.name
-        self.generation_defaults = model.defaults
-
-
-class _ServiceEngine:
-    """The server's engine as the batch runner asks for it: called on the batches' thread, served on the event loop."""
-
-    def __init__(self, context: ServerContext, loop: asyncio.AbstractEventLoop, stopping: threading.Event):
-        self._service = context.service
-        self._loop = loop
-        self._stopping = stopping
-        self._done: queue.SimpleQueue[RequestStream] = queue.SimpleQueue()
-        self._streams: dict[str, RequestStream] = {}
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> None:
-        async def submit() -> RequestStream:
-            stream = await self._service.submit(
-                f"{request_id}-{id(self)}",
-                prompt_token_ids,
-                params,
-                priority=min(priority + _BEHIND, 2**63 - 1),
-                cache_salt=cache_salt,
-            )
-            stream.done.add_done_callback(lambda _: self._done.put(stream))
-            return stream
-
-        while True:
-            try:
-                stream = asyncio.run_coroutine_threadsafe(submit(), self._loop).result()
-            except OverloadError:  # online requests have filled the engine
-                if self._stopping.wait(1.0):
-                    raise
-            else:
-                self._streams[request_id] = stream
-                return
-
-    def step(self) -> list[RequestOutput]:
-        """Waits a moment for requests to end; those that have."""
-        try:
-            streams = [self._done.get(timeout=0.1)]
-        except queue.Empty:
-            return []
-        while not self._done.empty():
-            streams.append(self._done.get())
-        ended = []
-        for stream in streams:
-            request_id = stream.request_id.removesuffix(f"-{id(self)}")
-            if self._streams.pop(request_id, None) is None:
-                continue
-            if stream.done.cancelled() or stream.done.exception() is not None:
-                raise EngineFailure(f"the engine gave up: {stream.done.exception()}")
-            assert stream.output is not None
-            stream.output.request_id = request_id
-            ended.append(stream.output)
-        return ended
-
-    def abort_request(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id, None)
-        if stream is not None:
-            self._loop.call_soon_threadsafe(self._service.abort, stream)
 
 
 # Routes
@@ -318,9 +296,14 @@ async def create(request: web.Request) -> web.Response:
         raise fields.error("input_file_id", "is missing")
     if fields.string("completion_window", "24h") != "24h":
         raise fields.error("completion_window", "must be 24h")
+    if fields.has("output_expires_after"):
+        raise fields.error("output_expires_after", "is not supported: results stay until they are deleted")
     metadata = fields.object("metadata")
-    if len(metadata) > 16 or not all(isinstance(v, str) and len(v) <= 512 for v in metadata.values()):
-        raise fields.error("metadata", "may hold 16 texts of at most 512 characters")
+    sane = all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in metadata.items())
+    if len(metadata) > 16 or not sane:
+        raise fields.error(
+            "metadata", "may hold 16 texts of at most 512 characters, their names of at most 64"
+        )
     return web.json_response(store.create(input_file, endpoint, metadata))
 
 
@@ -329,7 +312,7 @@ async def retrieve(request: web.Request) -> web.Response:
 
 
 async def listing(request: web.Request) -> web.Response:
-    return web.json_response(page(batches_of(request).all(), request))
+    return web.json_response(page(await asyncio.to_thread(batches_of(request).all), request))
 
 
 async def cancel(request: web.Request) -> web.Response:

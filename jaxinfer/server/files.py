@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.server.context import CONTEXT
@@ -25,19 +28,57 @@ _CHUNK = 2**18
 
 
 class FileStore:
-    """Files under a directory of the server's own. Safe to use from several threads: each file is made complete, then shown."""
+    """Files under a directory of the server's own. Safe to use from several threads: each file is made complete, then shown.
 
-    def __init__(self, root: Path):
+    Args:
+      max_bytes: of all files together; results of batches are kept even so, but then nothing new is taken.
+
+    Raises:
+      ConfigError: the directory cannot be used, or another server uses it.
+    """
+
+    def __init__(self, root: Path, max_bytes: int):
         self._root = root / "files"
+        self._max_bytes = max_bytes
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._guard = (root / "lock").open("wb")
         except OSError as error:
             raise ConfigError(f"data_dir {root} cannot be used: {error.strerror}") from None
+        try:
+            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._guard.close()
+            raise ConfigError(f"data_dir {root} is used by another server: choose another") from None
+        except OSError:  # a file system without locks
+            pass
+        self._lock = threading.Lock()
+        self._used = sum(path.stat().st_size for path in self._root.glob("file-*/content"))
         for leftover in self._root.glob("new-*"):  # of an upload that was cut off
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def close(self) -> None:
+        """Lets another server have the directory."""
+        self._guard.close()
+
+    def take(self, size: int) -> None:
+        """Sets bytes aside for a new file. HTTPFailure 413 when there are not so many left."""
+        with self._lock:
+            if self._used + size > self._max_bytes:
+                raise HTTPFailure(
+                    413,
+                    f"all files together may hold {self._max_bytes} bytes: delete some first",
+                    param="file",
+                    code="storage_full",
+                )
+            self._used += size
+
+    def give_back(self, size: int) -> None:
+        with self._lock:
+            self._used -= size
+
     def new(self) -> NewFile:
-        return NewFile(self._root)
+        return NewFile(self, self._root)
 
     def describe(self, file_id: str) -> dict[str, Any]:
         """The file object. HTTPFailure 404 when there is none."""
@@ -46,7 +87,7 @@ class FileStore:
     def content(self, file_id: str) -> Path:
         return self._folder(file_id) / "content"
 
-    def all(self) -> Iterator[dict[str, Any]]:
+    def all(self) -> list[dict[str, Any]]:
         """Newest first."""
         found = []
         for path in self._root.glob("file-*/file.json"):
@@ -54,12 +95,13 @@ class FileStore:
                 found.append(json.loads(path.read_bytes()))
             except (OSError, ValueError):  # deleted meanwhile
                 continue
-        yield from sorted(found, key=lambda file: (file["created_at"], file["id"]), reverse=True)
+        return sorted(found, key=lambda file: (file["created_at"], file["id"]), reverse=True)
 
     def delete(self, file_id: str) -> None:
         folder = self._folder(file_id)
         gone = self._root / f"new-{secrets.token_hex(12)}"
         folder.rename(gone)
+        self.give_back((gone / "content").stat().st_size)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _folder(self, file_id: str) -> Path:
@@ -70,10 +112,12 @@ class FileStore:
 
 
 class NewFile:
-    """A file being written: `content` is where; `finish` shows it; leaving the block without it drops it."""
+    """A file being written: `content` is where, after `take`; `finish` shows it; leaving the block without it drops it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, store: FileStore, root: Path):
+        self._store = store
         self._root = root
+        self._taken = 0
         self._folder = Path(tempfile.mkdtemp(prefix="new-", dir=root))
         self.content = self._folder / "content"
 
@@ -81,14 +125,21 @@ class NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._store.give_back(self._taken)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def take(self, size: int) -> None:
+        """As FileStore's, to be given back when the file is dropped."""
+        self._store.take(size)
+        self._taken += size
 
     def finish(self, filename: str, purpose: str) -> dict[str, Any]:
         file_id = f"file-{secrets.token_hex(12)}"
+        size = self.content.stat().st_size
         description = {
             "id": file_id,
             "object": "file",
-            "bytes": self.content.stat().st_size,
+            "bytes": size,
             "created_at": int(time.time()),
             "filename": filename,
             "purpose": purpose,
@@ -96,6 +147,8 @@ class NewFile:
         }
         (self._folder / "file.json").write_text(json.dumps(description))
         os.rename(self._folder, self._root / file_id)
+        self._store.give_back(self._taken - size)
+        self._taken = 0
         return description
 
 
@@ -114,24 +167,11 @@ async def upload(request: web.Request) -> web.Response:
     limit = request.app[CONTEXT].config.max_file_bytes
     if request.content_type != "multipart/form-data":
         raise HTTPFailure(415, "a file is uploaded as multipart/form-data, with purpose and file")
-    purpose, filename = None, None
     with store.new() as new:
-        async for part in await request.multipart():
-            if not isinstance(part, BodyPartReader):
-                raise RequestError("parts must not be multipart themselves", param="file")
-            if part.name == "purpose":
-                purpose = (await part.read(decode=True))[:64].decode("utf-8", "replace")
-            elif part.name == "file":
-                filename = Path(part.filename or "file").name[:255]
-                with new.content.open("wb") as target:
-                    size = 0
-                    while piece := await part.read_chunk(_CHUNK):
-                        size += len(piece)
-                        if size > limit:
-                            raise HTTPFailure(
-                                413, f"the file is larger than the {limit} bytes allowed", param="file"
-                            )
-                        target.write(piece)
+        try:
+            purpose, filename = await _receive(request, new, limit)
+        except (ValueError, RuntimeError, AssertionError, BadHttpMessage):  # what aiohttp's reader raises
+            raise RequestError("the body is not well-formed multipart/form-data", param="file") from None
         if filename is None:
             raise RequestError("the part file is missing", param="file")
         if purpose not in _PURPOSES:
@@ -139,10 +179,39 @@ async def upload(request: web.Request) -> web.Response:
         return web.json_response(new.finish(filename, purpose))
 
 
+async def _receive(request: web.Request, new: NewFile, limit: int) -> tuple[str | None, str | None]:
+    """Reads the parts; returns purpose and file name, None for what is not there."""
+    purpose, filename = None, None
+    async for part in await request.multipart():
+        if not isinstance(part, BodyPartReader):
+            raise RequestError("parts must not be multipart themselves", param="file")
+        if part.name == "purpose":
+            purpose = (await part.read())[:64].decode("utf-8", "replace")
+        elif part.name == "file":
+            if filename is not None:
+                raise RequestError("there is more than one part file", param="file")
+            filename = Path(part.filename or "file").name[:255]
+            size = 0
+            with new.content.open("wb") as target:
+                while piece := await part.read_chunk(_CHUNK):
+                    size += len(piece)
+                    if size > limit:
+                        raise HTTPFailure(
+                            413, f"the file is larger than the {limit} bytes allowed", param="file"
+                        )
+                    new.take(len(piece))
+                    target.write(piece)
+        elif (part.name or "").startswith("expires_after"):
+            raise RequestError(
+                "expires_after is not supported: files stay until they are deleted", param="expires_after"
+            )
+    return purpose, filename
+
+
 async def listing(request: web.Request) -> web.Response:
     wanted = request.query.get("purpose")
-    files = [f for f in files_of(request).all() if wanted in (None, f["purpose"])]
-    return web.json_response(page(files, request))
+    found = await asyncio.to_thread(files_of(request).all)
+    return web.json_response(page([f for f in found if wanted in (None, f["purpose"])], request))
 
 
 async def retrieve(request: web.Request) -> web.Response:

@@ -91,8 +91,15 @@ async def _completions(
 
 async def admit(context: ServerContext, parsed: GenerationRequest) -> PreparedRequest:
     """Checks a request against the model and the load, and prepares it for the engine."""
-    check_model(context, parsed.model)
     check_room(context, 0)
+    prepared = await prepare_allowed(context, parsed)
+    check_room(context, sum(len(p.token_ids) for p in prepared.prompts))
+    return prepared
+
+
+async def prepare_allowed(context: ServerContext, parsed: GenerationRequest) -> PreparedRequest:
+    """Prepares a request that the server's limits allow, whatever its load; batch lines pass through here too."""
+    check_model(context, parsed.model)
     prepared = await context.prepare(parsed)
     count = len(prepared.prompts) * prepared.params.n
     if count > context.config.max_n:
@@ -101,7 +108,6 @@ async def admit(context: ServerContext, parsed: GenerationRequest) -> PreparedRe
             f"{context.config.max_n}",
             param="n",
         )
-    check_room(context, sum(len(p.token_ids) for p in prepared.prompts))
     return prepared
 
 

@@ -36,7 +36,7 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
         max_headers=config.max_header_bytes,
     )
     if config.data_dir is not None:
-        context.files = FileStore(config.data_dir)
+        context.files = FileStore(config.data_dir, config.max_stored_bytes)
         context.batches = BatchStore(context, context.files, config.data_dir)
     context.service.start()
     if context.batches is not None:
@@ -60,6 +60,8 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
             await context.batches.stop()
         await context.service.stop()
         await runner.cleanup()
+        if context.files is not None:
+            context.files.close()
         context.close()
 
 

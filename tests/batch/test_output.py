@@ -3,11 +3,11 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxinfer.batch.lines import InputLine, read_lines
-from jaxinfer.batch.output import OrderedOutput
+from jaxinfer.batch.output import OrderedOutput, journal_of, read_results
 from jaxinfer.errors import ConfigError
 
 
@@ -84,6 +84,22 @@ def test_the_output_is_a_correct_prefix_at_all_times_and_early_results_are_in_th
     assert path.read_bytes() == whole(lines)
     assert (tmp_path / "o.jsonl.journal").read_bytes() == b""
     output.close()
+
+
+@given(st.permutations(range(6)), st.integers(0, 6), st.integers(0, 300), st.integers(0, 300))
+@example(order=[1, 3, 0, 2, 4, 5], done=3, out_cut=300, journal_cut=300)  # 1 is in both files
+def test_all_that_an_ended_run_answered_is_read_in_input_order(
+    tmp_path_factory, order, done, out_cut, journal_cut
+):
+    path = tmp_path_factory.mktemp("out") / "o.jsonl"
+    lines = lines_of(6)
+    run(path, lines, order[:done], finish=False)
+    assert list(read_results(path)) == [record(lines[place]) for place in sorted(order[:done])]
+    for file, cut in ((path, out_cut), (journal_of(path), journal_cut)):
+        if file.exists():
+            file.write_bytes(file.read_bytes()[:cut])
+    kept = list(read_results(path))
+    assert kept == [record(line) for line in lines if record(line) in kept]
 
 
 def test_an_edited_input_is_detected_and_nothing_is_touched(tmp_path):

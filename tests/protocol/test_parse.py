@@ -394,3 +394,11 @@ def test_whatever_the_types_only_request_errors_come_out(body):
             param = error.param
         assert param is None or param.split(".")[0].split("[")[0] in named
     assert repr(body) == repr(before)
+
+
+def test_model_defaults_are_request_fields_and_stay_so():
+    config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "eos_token_id": 2, "top_p": None}
+    defaults = model_defaults(config)
+    assert defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    assert model_defaults(defaults) == defaults
+    assert parse_chat_request({"messages": [USER]}, defaults).sampling.max_tokens == 99
