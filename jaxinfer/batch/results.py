@@ -9,7 +9,8 @@ from jaxinfer.batch.lines import BatchLine
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.protocol.errors import error_body
 from jaxinfer.protocol.prompt import PreparedRequest
-from jaxinfer.protocol.response import chat_completion, completion_choice, text_completion, usage
+from jaxinfer.protocol.response import chat_completion, completion_choice, text_completion
+from jaxinfer.protocol.usage import usage
 from jaxinfer.text.tokenizer import Tokenizer
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.protocol.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from jaxinfer.protocol.prompt import PreparedRequest, Prompt
+from jaxinfer.protocol.usage import usage
 from jaxinfer.text.parsers import Delta
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -28,7 +29,7 @@ def chat_completion(
         "created": created,
         "model": model,
         "choices": [_chat_choice(prepared, completion, tokenizer) for completion in output.outputs],
-        "usage": usage([output]),
+        "usage": usage([output], prepared, tokenizer),
     }
     if _wants_prompt_logprobs(prepared, output):
         body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), tokenizer)
@@ -111,18 +112,6 @@ def completion_choice(
     if prepared.request.return_token_ids or tokenizer is None:
         choice |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
     return choice
-
-
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Token counts over all prompts and completions; a prompt counts once, whatever n."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
-    }
 
 
 def failure_of(output: RequestOutput) -> str | None:

@@ -15,7 +15,9 @@ from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.engine.service import Increment
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.protocol.strict_json import Fields, describe
+from jaxinfer.protocol.usage import response_usage
 from jaxinfer.text.parsers import Delta, OutputParser, make_output_parser
+from jaxinfer.text.tokenizer import Tokenizer
 
 _SAME = (
     "model",
@@ -121,11 +123,19 @@ class ResponseObject:
     """Builds the `response` object of a request at any time of its life."""
 
     def __init__(
-        self, body: dict[str, Any], prepared: PreparedRequest, *, response_id: str, created: int, model: str
+        self,
+        body: dict[str, Any],
+        prepared: PreparedRequest,
+        tokenizer: Tokenizer,
+        *,
+        response_id: str,
+        created: int,
+        model: str,
     ):
         """body: as it was sent; created: seconds since 1970."""
         params = prepared.params
         self._prepared = prepared
+        self._tokenizer = tokenizer
         self._frame = {
             "id": response_id,
             "object": "response",
@@ -166,7 +176,7 @@ class ResponseObject:
             "error": None if error is None else {"code": "server_error", "message": error},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": items,
-            "usage": None if output is None else _usage(output),
+            "usage": None if output is None else response_usage(output, self._prepared, self._tokenizer),
         }
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
@@ -296,17 +306,6 @@ class ResponseStream:
 
 def status_of(completion: CompletionOutput) -> str:
     return "incomplete" if completion.finish_reason == "length" else "completed"
-
-
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    prompt, generated = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens},
-        "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + generated,
-    }
 
 
 def _id(kind: str) -> str:

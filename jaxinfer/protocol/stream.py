@@ -15,7 +15,8 @@ from jaxinfer.engine.service import Increment
 from jaxinfer.protocol.errors import error_body
 from jaxinfer.protocol.logprobs import chat_logprobs, completion_logprobs
 from jaxinfer.protocol.prompt import PreparedRequest
-from jaxinfer.protocol.response import tool_call, usage
+from jaxinfer.protocol.response import tool_call
+from jaxinfer.protocol.usage import usage
 from jaxinfer.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -104,7 +105,8 @@ class ChunkStream:
         """The usage chunk if it was asked for, and the end."""
         if not self._prepared.request.include_usage:
             return DONE
-        return event({**self._frame, "choices": [], "usage": usage(outputs)}) + DONE
+        counts = usage(outputs, self._prepared, self._tokenizer)
+        return event({**self._frame, "choices": [], "usage": counts}) + DONE
 
     def _finish(self, i: int, increment: Increment) -> bytes:
         choice: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}

@@ -14,7 +14,8 @@ from jaxinfer.protocol.errors import error_body, request_error_object
 from jaxinfer.protocol.logprobs import text_offsets
 from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request
 from jaxinfer.protocol.prompt import prepare
-from jaxinfer.protocol.response import chat_completion, failure_of, text_completion, usage
+from jaxinfer.protocol.response import chat_completion, failure_of, text_completion
+from jaxinfer.protocol.usage import usage
 from jaxinfer.text.chat import ChatTemplate
 
 TOKENIZER = byte_tokenizer()

@@ -65,6 +65,7 @@ def test_the_events_of_a_stream(serve, client_of):
     [done] = [e for e in events if e.type == "response.function_call_arguments.done"]
     assert json.loads(done.arguments) == {"city": "Rome"}
     final = events[-1].response
+    assert final.usage.output_tokens_details.reasoning_tokens == len("<think>hm")  # a token a byte
     assert [item.type for item in final.output] == added
     whole = client.responses.create(model="scripted", input="hi", tools=[TOOL])
 

@@ -150,17 +150,23 @@ def test_b25_a_history_with_calls_round_trips(serve):
 
 
 @pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
+    ("text", "reasoning", "content", "tokens"),
     [
-        ("<think>\nhm\n</think>\n\nYes.", "\nhm\n", "Yes."),
-        ("<think>never ends", "never ends", None),
-        ("Yes.", None, "Yes."),
+        ("<think>\nhm\n</think>\n\nYes.", "\nhm\n", "Yes.", len("<think>\nhm\n")),  # a token a byte
+        ("<think>né never ends", "né never ends", None, len("<think>né never ends".encode())),
+        ("Yes.", None, "Yes.", 0),
     ],
 )
-def test_b38_reasoning(serve, text: str, reasoning: str | None, content: str | None):
-    message, _ = both(serve(ScriptedEngine(says(text)), reasoning_parser="qwen3"))
+def test_b38_reasoning(serve, text: str, reasoning: str | None, content: str | None, tokens: int):
+    server = serve(ScriptedEngine(says(text)), reasoning_parser="qwen3")
+    message, _ = both(server)
     assert message.get("reasoning") == reasoning
     assert message["content"] == content
+    _, whole, _ = call(server, "/v1/chat/completions", CHAT)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    _, streamed, _ = call(server, "/v1/chat/completions", {**CHAT, **options})
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
+    assert f'"reasoning_tokens":{tokens}}}' in streamed
 
 
 def test_forms_are_enforced_by_the_real_engine(tmp_path: Path):
