@@ -239,6 +239,7 @@ def _generate(llm: LLM, prepared: PreparedRequest) -> Iterator[RequestOutput]:
         prepared.params,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        media=prepared.prompts[0].media,
     )
     finished = False
     while not finished:

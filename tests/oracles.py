@@ -38,3 +38,8 @@ def load_oracle(name: str) -> Oracle:
 
 def smollm2_cases() -> list[dict[str, Any]]:
     return json.loads((DIRECTORY / "smollm2_135m.json").read_text())["cases"]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    peak = logits.max()
+    return logits - peak - np.log(np.exp(logits - peak).sum())

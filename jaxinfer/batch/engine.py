@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.batch.lines import BatchLine
+from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import RequestOutput, SamplingParams
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.text.chat import ChatTemplate
@@ -25,6 +26,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Iterable[MediaItem] = (),
     ) -> None: ...
 
     def step(self) -> list[RequestOutput]: ...
@@ -108,6 +110,7 @@ class InFlight:
                     job.prepared.params,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    media=prompt.media,
                 )
                 added.append(request_id)
         except BaseException:

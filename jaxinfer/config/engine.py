@@ -23,6 +23,9 @@ class EngineConfig:
     page_size: int = 16  # tokens a KV page holds
     num_pages: int | None = None  # KV pages, page 0 (the dump) included; None: sized from kv_cache_bytes
     kv_cache_bytes: int | None = None  # memory for the KV cache, bytes; None: a share of what is free
+    max_media_tokens: int = (
+        16_384  # rows of image embeddings that running prompts may hold at once; one prompt's limit as well
+    )
     max_waiting: int = 100_000  # requests waiting before new ones are refused as overload
     enable_prefix_caching: bool = True
     kv_dtype: str = "auto"  # "auto": the model's dtype; else "float32", "bfloat16", "float8_e4m3fn"
@@ -34,6 +37,7 @@ class EngineConfig:
             "max_prefill_tokens",
             "page_size",
             "prefill_block",
+            "max_media_tokens",
             "max_waiting",
             "num_pages",
             "kv_cache_bytes",

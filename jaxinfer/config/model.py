@@ -6,13 +6,14 @@ A config is never changed after it is read; families and tests derive others wit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxinfer.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Look = Literal["full", "sliding", "chunked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    interleaved: bool = False  # dimension 2i turns with 2i + 1, instead of i with i + half
     partial_rotary_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = (
         None  # one a frequency, as GGUF files give llama3's scaling
@@ -42,8 +44,95 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts: which layers have one, and how tokens choose (arXiv:2101.03961, arXiv:2412.19437).
+
+    Attributes:
+      layers: indices of the layers whose feed-forward part is a mixture; the others are dense.
+      hidden_size: width inside one expert.
+      top_k: experts a token goes to.
+      scoring: softmax over all experts, or a sigmoid of each; "topk_sigmoid": choose by logit, weigh by its sigmoid (Llama 4).
+      normalize: divide the chosen weights by their sum.
+      scale: factor on the weights.
+      score_bias: a learned bias is added to the scores for choosing, not for weighing.
+      num_groups, top_groups: experts are in groups of equal size; only those of the best groups, by the sum of each group's
+        two best scores, may be chosen.
+      shared_hidden_size: width of the expert that every token goes to; 0: none.
+      weigh_inputs: the weight multiplies the expert's input instead of its output (Llama 4).
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    scoring: Literal["softmax", "sigmoid", "topk_sigmoid"] = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    score_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_hidden_size: int = 0
+    weigh_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok={self.top_k} is not between 1 and {self.num_experts} experts"
+            )
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"n_group={self.num_groups} and topk_group={self.top_groups} do not fit {self.num_experts} experts"
+            )
+        if self.top_k > self.num_experts // self.num_groups * self.top_groups:
+            raise ConfigError(
+                f"num_experts_per_tok={self.top_k} exceeds the experts of topk_group={self.top_groups} groups"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention (arXiv:2405.04434); widths in elements.
+
+    Attributes:
+      q_rank: of the queries' low-rank projection; None: one full projection.
+      kv_rank: of the latent that keys and values are made of, and that is cached.
+      nope_dim, rope_dim: of the parts of a query or key without and with rotation; the rotated key is shared by all heads.
+      value_dim: of one head's values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def latent_dim(self) -> int:
+        """What one token takes in the cache: the latent, then the rotated key."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a decoder-only transformer of the Llama kind is made of; sizes are element counts."""
+    """What a decoder-only transformer is made of; sizes are element counts.
+
+    Attributes:
+      looks: how far each layer's queries see; empty: all "full".
+      sliding_window: tokens that a query of a "sliding" layer sees, its own included.
+      attention_chunk: a "chunked" layer's queries see the tokens from the last multiple of this.
+      unrotated: layers without rotary embedding (NoPE).
+      local_rope: rotary embedding of the sliding layers, where it differs.
+      attention_scale: factor on q . k; None: head_dim ** -0.5.
+      attention_softcap, final_softcap: c in c * tanh(x / c) on scores and on logits; None: no cap.
+      temperature_scale, temperature_floor: a query of an unrotated layer at position p is multiplied by
+        1 + scale * log(1 + floor((p + 1) / floor)) (Llama 4); scale 0: not.
+      qk_norm: of each head's queries and keys: "learned" RMSNorm before rotation, or "plain" without weights after it,
+        in rotated layers only.
+      embed_scale: factor on embeddings.
+      image_token_id: the placeholder that stands in a prompt for each row of an image's embeddings; None: no images.
+      tensor_prefix: what the names of the language model's tensors start with, before "model." and "lm_head.".
+      dtype: of the stored weights.
+    """
 
     family: str
     vocab_size: int
@@ -61,8 +150,23 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None  # tokens a query sees, itself included; None: all
-    dtype: str = "float32"  # of the stored weights
+    looks: tuple[Look, ...] = ()
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    unrotated: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    temperature_scale: float = 0.0
+    temperature_floor: float = 1.0
+    qk_norm: Literal["", "learned", "plain"] = ""
+    embed_scale: float = 1.0
+    image_token_id: int | None = None
+    tensor_prefix: str = ""
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -83,6 +187,14 @@ class ModelConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.looks and len(self.looks) != self.num_layers:
+            raise ConfigError(f"layer_types names {len(self.looks)} layers, but there are {self.num_layers}")
+        for look, span, name in (
+            ("sliding", self.sliding_window, "sliding_window"),
+            ("chunked", self.attention_chunk, "attention_chunk_size"),
+        ):
+            if look in self.looks and (span is None or span < 1):
+                raise ConfigError(f"{look} attention layers need {name} of at least 1, got {span}")
 
     @property
     def max_model_len(self) -> int:
@@ -94,7 +206,7 @@ class ModelConfig:
         return self.max_position
 
 
-def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
+def rope_from_hf(config: Mapping[str, Any], *, interleaved: bool = False) -> RopeConfig:
     """Reads both styles: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (hub files)."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -120,6 +232,7 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
         factor=factor,
         original_max_position=None if original is None else int(original),
         truncate=bool(scaling.get("truncate", True)),
+        interleaved=interleaved,
         partial_rotary_factor=float(
             scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         ),
@@ -129,8 +242,26 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def common_from_hf(config: Mapping[str, Any], *, family: str) -> dict[str, Any]:
-    """The fields that every Llama-shaped config.json spells alike, as ModelConfig arguments."""
+def looks_from_hf(config: Mapping[str, Any], otherwise: Sequence[str]) -> tuple[Look, ...]:
+    """How far each layer looks: `layer_types` where the file has it, else what the family's older files mean."""
+    names: dict[str, Look] = {f"{look}_attention": look for look in get_args(Look)}
+    names |= {look: look for look in get_args(Look)}
+    types = config.get("layer_types") or otherwise
+    unknown = sorted(set(types) - names.keys())
+    if unknown:
+        raise ConfigError(f"layer_types names {unknown[0]!r}; known: {', '.join(names)}")
+    return tuple(names[kind] for kind in types)
+
+
+def common_from_hf(
+    config: Mapping[str, Any], *, family: str, head_dim: int | None = None, interleaved: bool = False
+) -> dict[str, Any]:
+    """The fields that config.json files spell alike, as ModelConfig arguments.
+
+    Args:
+      head_dim: of files that do not name it; None: width over heads.
+      interleaved: how the family's rotary embedding pairs dimensions.
+    """
 
     def need(name: str) -> int:
         if config.get(name) is None:
@@ -147,9 +278,9 @@ def common_from_hf(config: Mapping[str, Any], *, family: str) -> dict[str, Any]:
         "num_layers": need("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or need("hidden_size") // heads),
+        "head_dim": int(config.get("head_dim") or head_dim or need("hidden_size") // heads),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope": rope_from_hf(config),
+        "rope": rope_from_hf(config, interleaved=interleaved),
         "max_position": int(config.get("max_position_embeddings", 2048)),
         "hidden_act": config.get("hidden_act") or config.get("hidden_activation") or "silu",
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxinfer.engine.buckets import Bucket, BucketTable
+from jaxinfer.engine.media import PromptMedia
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.engine.sequence import Sequence, Step
 from jaxinfer.engine.steps import ROW_FLOATS, ROW_INTS, ForwardLayout
@@ -37,8 +39,15 @@ class StepArrays:
 class BatchBuilder:
     """Mirrors every slot's page tables and sampling parameters, and cuts a step's arrays out of them."""
 
-    def __init__(self, buckets: BucketTable, *, num_slots: int, groups: int, table_width: int):
-        """num_slots: as in StepPrograms; the last slot is padding's own."""
+    def __init__(
+        self, buckets: BucketTable, *, num_slots: int, groups: int, table_width: int, vocab_size: int = 0
+    ):
+        """
+        Args:
+          num_slots: as in StepPrograms; the last slot is padding's own.
+          vocab_size: a placeholder's row r of the media buffer is named by token vocab_size + r.
+        """
+        self._vocab_size = vocab_size
         self._buckets = buckets
         self._groups, self._width = groups, table_width
         self._tables = np.zeros((groups, num_slots, table_width), np.int32)
@@ -89,6 +98,8 @@ class BatchBuilder:
             chunk_starts.append(start)
             end = start + length
             tokens[start:end] = seq.tokens[first : first + length]
+            if seq.media is not None and seq.media.rows:
+                self._name_rows(tokens[start:end], seq.media, first)
             count = -(-length // block)
             positions[start : start + count * block] = np.arange(first, first + count * block)
             kv_lens[row : row + count] = np.minimum(np.arange(1, count + 1) * block, length) + first
@@ -113,3 +124,9 @@ class BatchBuilder:
             rows=sample_rows,
             full=bool(self._full[slots].any()),
         )
+
+    def _name_rows(self, tokens: np.ndarray, media: PromptMedia, first: int) -> None:
+        """Replaces the placeholders among the tokens of positions [first, first + length)."""
+        low, high = (bisect_left(media.positions, position) for position in (first, first + len(tokens)))
+        places = np.asarray(media.positions[low:high], np.int32) - first
+        tokens[places] = self._vocab_size + np.asarray(media.rows[low:high], np.int32)

@@ -97,7 +97,7 @@ def build_engine(
     params = load_params(module, checkpoint)
     clock.lap("weights")
 
-    spec = cache_spec(module, config, engine_config, served)
+    spec = cache_spec(module, engine_config, served)
     engine_config = dataclasses.replace(
         engine_config, num_pages=choose_num_pages(engine_config, spec, module)
     )
@@ -180,17 +180,15 @@ def engine_config_for(max_model_len: int, options: Mapping[str, Any]) -> EngineC
     return EngineConfig(max_model_len=max_model_len, **options)
 
 
-def cache_spec(module: DecoderModel, config: ModelConfig, engine: EngineConfig, served: Any) -> CacheSpec:
-    """Shape of the KV cache. Groups share pages, so there is one array for each layer of one group."""
+def cache_spec(module: DecoderModel, engine: EngineConfig, served: Any) -> CacheSpec:
+    """Shape of the KV cache."""
     name = str(served) if engine.kv_dtype == "auto" else engine.kv_dtype
     if name not in _KV_DTYPES:
         raise ConfigError(
             f"kv_dtype {name!r} is not supported; choose auto or one of {', '.join(_KV_DTYPES)}"
         )
     return CacheSpec(
-        num_layers=config.num_layers // len(module.page_groups),
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        **dataclasses.asdict(module.cache_layout),
         page_size=engine.page_size,
         dtype=jnp.dtype(name),
     )

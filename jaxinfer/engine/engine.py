@@ -6,11 +6,12 @@ waits for the host. A sequence that ends is therefore noticed one step late; the
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxinfer.engine.batch import BatchBuilder, StepArrays
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
 from jaxinfer.engine.constraint import GrammarCompiler, Matcher
+from jaxinfer.engine.media import MediaItem, MediaRows, PromptMedia, place_media
 from jaxinfer.engine.request import (
     CompletionOutput,
     EngineLoad,
@@ -69,9 +71,14 @@ class Engine:
         eos_token_ids: Set[int],
         vocab_size: int,
         table_width: int,
+        image_token_id: int | None = None,
         async_depth: int = 1,
     ):
-        """async_depth: steps dispatched beyond the one being read; 0 reads each step before the next."""
+        """
+        Args:
+          image_token_id: as in ModelConfig, of models whose vision tower the runner has.
+          async_depth: steps dispatched beyond the one being read; 0 reads each step before the next.
+        """
         self.config = config
         self.scheduler = Scheduler(
             kv,
@@ -79,11 +86,17 @@ class Engine:
             max_prefill_tokens=config.max_prefill_tokens,
             prefill_block=config.prefill_block,
             max_waiting=config.max_waiting,
+            media_rows=None if image_token_id is None else MediaRows(config.max_media_tokens),
         )
         self.num_steps = 0
+        self._image_token = image_token_id
         self._runner = runner
         self._builder = BatchBuilder(
-            buckets, num_slots=config.max_num_seqs + 1, groups=len(kv.groups), table_width=table_width
+            buckets,
+            num_slots=config.max_num_seqs + 1,
+            groups=len(kv.groups),
+            table_width=table_width,
+            vocab_size=vocab_size,
         )
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
@@ -125,6 +138,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Iterable[MediaItem] = (),
     ) -> None:
         """Queues a request.
 
@@ -132,6 +146,7 @@ class Engine:
           request_id: unique among unfinished requests.
           priority: lower goes first.
           cache_salt: requests with different salts share no KV pages.
+          media: images, in the order of their placeholders in the prompt.
         Raises:
           RequestError: it can never be served as it is; the message says why.
           OverloadError: too many requests are waiting.
@@ -143,6 +158,7 @@ class Engine:
             )
         self._check_prompt(prompt_token_ids)
         params.check_vocab(self._vocab_size)
+        placed = self._place_media(prompt_token_ids, media)
         unscored: list[TokenLogprob | None] = [None] * len(prompt_token_ids)
         output = RequestOutput(
             request_id=request_id,
@@ -162,6 +178,9 @@ class Engine:
                 seq = self._sequence(
                     state, completion, max_tokens, seed + completion.index, priority, cache_salt, leader
                 )
+                if placed is not None:
+                    seq.media = dataclasses.replace(placed)
+                    seq.extra = placed.digest
                 self.scheduler.add(seq)
                 state.sequences.append(seq)
                 leader = leader or seq
@@ -191,7 +210,7 @@ class Engine:
             for seq in step.preempted:
                 seq.request.slot = -1
             for chunk in step.prefill:
-                self._prepare_slot(chunk.seq)
+                self._prepare_slot(chunk.seq, chunk.start)
                 self._prefilled += chunk.length
                 output = chunk.seq.request.state.output
                 if output.started is None:
@@ -226,6 +245,17 @@ class Engine:
             raise RequestError(
                 f"prompt token id {bad} is outside the vocabulary of {self._vocab_size}", param="prompt"
             )
+
+    def _place_media(self, prompt: list[int], media: Iterable[MediaItem]) -> PromptMedia | None:
+        items = tuple(media)
+        if not items:
+            return None
+        if self._image_token is None:
+            raise RequestError("this model takes no images", param="messages")
+        try:
+            return place_media(prompt, self._image_token, items)
+        except ValueError as e:
+            raise RequestError(str(e), param="messages") from None
 
     def _sequence(
         self,
@@ -277,8 +307,8 @@ class Engine:
             )
         return self.grammars.compile(params.constraint)
 
-    def _prepare_slot(self, seq: Sequence) -> None:
-        """Tells builder and device about a sequence that has just been given its slot."""
+    def _prepare_slot(self, seq: Sequence, start: int) -> None:
+        """Tells builder and device about a sequence that has just been given its slot; `start`: its first token that is computed."""
         completion: Completion = seq.request
         if seq.slot != completion.slot:
             params = completion.params
@@ -286,6 +316,9 @@ class Engine:
             self._builder.set_row(seq.slot, params, completion.seed, full=full)
             completion.slot = seq.slot
             completion.rules_state = None
+            if seq.media is not None and seq.media.rows:
+                for item, rows in seq.media.needed(start):
+                    self._runner.encode(item, rows)
             if completion.output.index == 0:
                 completion.state.output.cached_tokens = seq.cached_tokens
             if uses_penalties(params):

@@ -47,6 +47,8 @@ class ModelRunner:
         self._head = programs.head_params(params)
         self._cache = cache
         self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32))
+        media = programs.media_shape()
+        self._media = None if media is None else jax.device_put(np.zeros(media.shape, media.dtype))
         self._state: SamplerState | None = None  # made when a request first needs it
         # A CPU's arrays are read where they are, and the end of a copy calls into Python, which may be gone by then.
         self._copies = compat.platform() != "cpu"
@@ -55,7 +57,9 @@ class ModelRunner:
     def dispatch(self, arrays: StepArrays, *, logprobs: bool) -> Dispatched:
         """Starts a step and the copy of its tokens to the host. logprobs implies arrays.full."""
         forward = self.programs.forward(arrays.bucket)
-        hidden, rows, self._cache = forward(self._params, self._cache, self._last_tokens, arrays.ints)
+        hidden, rows, self._cache = forward(
+            self._params, self._cache, self._last_tokens, arrays.ints, self._media
+        )
         if not arrays.sampled:
             return Dispatched(None, None, hidden)
         state = self._sampler_state() if arrays.full else None

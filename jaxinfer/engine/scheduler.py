@@ -19,6 +19,7 @@ from bisect import bisect_left, insort
 from itertools import chain
 from operator import attrgetter
 
+from jaxinfer.engine.media import MediaRows
 from jaxinfer.engine.sequence import PrefillChunk, Sequence, SequenceStatus, Step
 from jaxinfer.errors import ConfigError, OverloadError, RequestError
 from jaxinfer.kv.manager import KVManager
@@ -39,8 +40,13 @@ class Scheduler:
         max_prefill_seqs: int = 8,
         prefill_block: int = 1,
         max_waiting: int = 100_000,
+        media_rows: MediaRows | None = None,
     ):
-        """max_prefill_tokens: of all chunks of a step, each rounded up to a multiple of prefill_block."""
+        """
+        Args:
+          max_prefill_tokens: of all chunks of a step, each rounded up to a multiple of prefill_block.
+          media_rows: of models that take images.
+        """
         if max_prefill_tokens < prefill_block:
             raise ConfigError(
                 f"max_prefill_tokens={max_prefill_tokens} is less than one block of {prefill_block} tokens: raise it"
@@ -56,6 +62,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._max_num_seqs = max_num_seqs
         self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._media_rows = media_rows
         self._reserve = int(kv.pool.total * _ADMISSION_RESERVE)
         self._arrivals = 0
         self._draft = Step()
@@ -83,6 +90,14 @@ class Scheduler:
                 f"{seq.max_total} tokens need {pages} KV pages, the cache has {self.kv.pool.total}: lower max_tokens",
                 code="context_length_exceeded",
             )
+        if seq.media is not None:
+            rows = 0 if self._media_rows is None else self._media_rows.total
+            if len(seq.media.positions) > rows:
+                raise RequestError(
+                    f"the prompt's images take {len(seq.media.positions)} tokens, the most allowed is {rows}: "
+                    "send fewer or smaller ones",
+                    param="messages",
+                )
         seq.arrival = self._arrivals
         self._arrivals += 1
         insort(self.waiting, seq, key=_rank)
@@ -91,6 +106,8 @@ class Scheduler:
         """The next step, or None if nothing can run until a token is read or a sequence is added."""
         for chunk in self._filled:
             self.kv.publish(chunk.seq)
+            if chunk.samples:
+                self._give_media_rows(chunk.seq)
         step = self._draft
         preempted = len(step.preempted)
         self._schedule_decodes(step)
@@ -203,9 +220,12 @@ class Scheduler:
         cached = self.kv.match(seq)
         length = self._chunk_length(len(seq.tokens) - cached, step, budget)
         reserve = self._reserve if self.decoding or self.prefilling else 0
+        if not self._take_media_rows(seq, cached):
+            return 0
         seq.slot = self._slots[-1]
         if not self.kv.admit(seq, cached, cached + length, step.table_updates, reserve=reserve):
             seq.slot = -1
+            self._give_media_rows(seq)
             return 0
         self._slots.pop()
         seq.status = SequenceStatus.RUNNING
@@ -213,6 +233,17 @@ class Scheduler:
         if not seq.num_preemptions:
             seq.cached_tokens = cached
         return length
+
+    def _take_media_rows(self, seq: Sequence, cached: int) -> bool:
+        """Rows for the images of a sequence, unless all of them are cached; False if too few are free now."""
+        if seq.media is None or cached > seq.media.positions[-1]:
+            return True
+        assert self._media_rows is not None  # add() has checked it
+        return self._media_rows.take(seq.media)
+
+    def _give_media_rows(self, seq: Sequence) -> None:
+        if seq.media is not None and self._media_rows is not None:
+            self._media_rows.give(seq.media)
 
     def _chunk_length(self, remaining: int, step: Step, budget: int) -> int:
         """Tokens of the next chunk, 0 if this step takes no more; only the last chunk of a prompt is not whole blocks."""
@@ -255,5 +286,6 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
         self.kv.release(seq)
+        self._give_media_rows(seq)
         self._slots.append(seq.slot)
         seq.slot = -1

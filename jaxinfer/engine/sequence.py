@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxinfer.engine.media import PromptMedia
 from jaxinfer.kv.manager import PagedTokens, TableUpdate
 
 
@@ -30,6 +31,7 @@ class Sequence(PagedTokens):
       leader: sibling with the same prompt (n > 1); this one waits until the leader's prompt is cached or the
         leader gone. The leader must have been added.
       needs_tokens: the next step may be scheduled only when all its tokens are read (its choices depend on them).
+      media: images of the prompt, if it has any.
       request: the engine's own; the scheduler does not look at it.
       arrival: order of arrival, set by the scheduler.
       num_pending: tokens that dispatched steps sample and the host has not read.
@@ -43,6 +45,7 @@ class Sequence(PagedTokens):
     priority: int = 0
     leader: Sequence | None = None
     needs_tokens: bool = False
+    media: PromptMedia | None = None
     request: Any = None
     arrival: int = -1
     num_pending: int = 0

@@ -12,10 +12,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import EngineLoad, RequestOutput, SamplingParams, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class EngineLike(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Iterable[MediaItem] = (),
     ) -> None: ...
     def abort_request(self, request_id: str) -> None: ...
     def step(self) -> list[RequestOutput]: ...
@@ -184,6 +186,7 @@ class EngineService:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Iterable[MediaItem] = (),
         sink: Sink | None = None,
     ) -> RequestStream:
         """Queues a request and returns once the engine has taken it.
@@ -203,7 +206,12 @@ class EngineService:
         def add() -> None:
             try:
                 self._engine.add_request(
-                    request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+                    request_id,
+                    prompt_token_ids,
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    media=media,
                 )
             except Exception as error:
                 loop.call_soon_threadsafe(_reject, taken, error)

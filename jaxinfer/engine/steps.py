@@ -86,11 +86,13 @@ class StepPrograms:
         num_pages: int,
         num_slots: int,
         table_width: int,
+        media_rows: int = 0,
         keep: bool = False,
     ):
         """
         Args:
           num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding.
+          media_rows: size of the buffer of image embeddings, of models with a vision tower.
           keep: programs are read from the user cache where they are there, and written to it where they are not.
         """
         self._model = model
@@ -106,6 +108,7 @@ class StepPrograms:
         self._buckets = buckets
         self._num_pages, self._num_slots = num_pages, num_slots
         self._table_width = table_width
+        self._media_rows = 0 if model.vision is None else media_rows
         self._compiled: dict[tuple, Any] = {}
         self._pool: ThreadPoolExecutor | None = None  # while everything is compiled
         self._compiling: dict[tuple, Future] = {}
@@ -147,9 +150,8 @@ class StepPrograms:
             self._store.prune()
 
     def forward(self, bucket: Bucket):
-        """(params, cache, last_tokens [slots], ints [layout.size]) -> (hidden [T, D], its sampled rows [S, D], cache).
-
-        The cache is donated.
+        """(params, cache, last_tokens [slots], ints [layout.size], media [M, D] | None) ->
+        (hidden [T, D], its sampled rows [S, D], cache). The cache is donated.
         """
         return self._get(("forward", bucket), lambda: self._lower_forward(bucket))
 
@@ -203,7 +205,13 @@ class StepPrograms:
     def _lower_forward(self, bucket: Bucket):
         layout = self.layout(bucket)
 
-        def forward(params, cache: Cache, last_tokens: Int[Array, " slots"], ints: Int[Array, " n"]):
+        def forward(
+            params,
+            cache: Cache,
+            last_tokens: Int[Array, " slots"],
+            ints: Int[Array, " n"],
+            media: Float[Array, "M D"] | None,
+        ):
             model = nnx.merge(self._graph, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
             tokens, positions, kv_lens, samples, tables = layout.views(ints)
             tokens = jnp.where(tokens < 0, last_tokens[-1 - tokens], tokens)
@@ -214,7 +222,7 @@ class StepPrograms:
                 num_decode=bucket.decode,
                 block=bucket.block,
             )
-            hidden, cache = model(tokens, batch, cache)
+            hidden, cache = model(tokens, batch, cache, media=media)
             return hidden, hidden[samples], cache
 
         return jax.jit(forward, donate_argnums=1).lower(
@@ -222,6 +230,7 @@ class StepPrograms:
             self._spec.abstract(self._num_pages),
             jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
             jax.ShapeDtypeStruct((layout.size,), jnp.int32),
+            self.media_shape(),
         )
 
     def _lower_sample(self, count: int, full: bool):
@@ -261,6 +270,12 @@ class StepPrograms:
             jax.ShapeDtypeStruct((), jnp.bool_),
             self.state_shape() if full else None,
         )
+
+    def media_shape(self) -> jax.ShapeDtypeStruct | None:
+        """Shape of the buffer that holds image embeddings until their prompts are computed."""
+        if not self._media_rows:
+            return None
+        return jax.ShapeDtypeStruct((self._media_rows, self.hidden_size), self._dtype)
 
     def state_shape(self) -> SamplerState:
         """Shape of the per-slot state that a full sample needs."""

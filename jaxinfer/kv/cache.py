@@ -1,12 +1,14 @@
 """The device side of the paged KV cache: its arrays, what a step knows about them, and the writes.
 
-A cache is a tuple of arrays, one for each layer of a page group, [2, KV, P, page, hd]: keys and values, kv heads, pages.
-Heads lead, so that attention's batched products see their batch dimensions first without a transpose.
+A cache is a tuple of arrays, one for each layer of a page group, [planes, KV, P, page, hd]: keys and values (or one plane of
+latents, for MLA), kv heads, pages. Heads lead, so that attention's batched products see their batch dimensions first without
+a transpose.
 Page 0 is the dump: padding writes there and nothing reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,27 +21,35 @@ DUMP_PAGE = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shape of a cache; `bytes_per_page` is what one page costs over all its layers."""
+    """Shape of a cache; `bytes_per_page` is what one page costs over all its arrays.
 
-    num_layers: int
+    Attributes:
+      arrays: layers of the largest page group.
+      planes: 2 for keys and values, 1 for what stands for both.
+      page_size: tokens.
+    """
+
+    arrays: int
+    planes: int = 2
     kv_heads: int
     head_dim: int
-    page_size: int  # tokens
+    page_size: int
     dtype: DTypeLike
 
     @property
     def bytes_per_page(self) -> int:
-        values = 2 * self.num_layers * self.kv_heads * self.page_size * self.head_dim
+        values = self.arrays * self.planes * self.kv_heads * self.page_size * self.head_dim
         return values * jnp.dtype(self.dtype).itemsize
 
-    def layer_shape(self, num_pages: int) -> tuple[int, ...]:
-        return (2, self.kv_heads, num_pages, self.page_size, self.head_dim)
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Of one array."""
+        return (self.planes, self.kv_heads, num_pages, self.page_size, self.head_dim)
 
     def init(self, num_pages: int) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(self.layer_shape(num_pages), self.dtype) for _ in range(self.num_layers))
+        return tuple(jnp.zeros(self.shape(num_pages), self.dtype) for _ in range(self.arrays))
 
     def abstract(self, num_pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct(self.layer_shape(num_pages), self.dtype),) * self.num_layers
+        return (jax.ShapeDtypeStruct(self.shape(num_pages), self.dtype),) * self.arrays
 
 
 @dataclass(frozen=True)
@@ -73,37 +83,35 @@ jax.tree_util.register_dataclass(
 
 
 def write_kv(
-    layer: Float[Array, "2 KV P page hd"],
-    k: Float[Array, "T KV hd"],
-    v: Float[Array, "T KV hd"],
+    pages: Float[Array, "planes KV P page hd"],
+    rows: Sequence[Float[Array, "T KV hd"]],
     batch: StepBatch,
     group: int,
-) -> Float[Array, "2 KV P page hd"]:
-    """Writes a step's keys and values to their pages: decode rows by slot, blocks by whole pages.
+) -> Float[Array, "planes KV P page hd"]:
+    """Writes a step's rows, one array a plane (keys and values), to their pages: decode rows by slot, blocks by whole pages.
 
     Decode rows must be none or several: XLA turns a scatter of one row into a slice update, and copies the cache for it.
 
     A block's padding lands in the unused end of its sequence's last page, where later tokens overwrite it before
     anything reads it, or in the dump page.
     """
-    page = layer.shape[3]
-    kv = jnp.stack([k, v]).astype(layer.dtype)  # [2, T, KV, hd]
+    planes, _, _, page, _ = pages.shape
+    kv = jnp.stack(rows).astype(pages.dtype)  # [planes, T, KV, hd]
     n, tables = batch.num_decode, batch.tables[group]
     if n:
         positions = batch.positions[:n]
         live = batch.kv_lens[:n] > 0
-        pages = jnp.take_along_axis(tables[:n], (positions // page)[:, None], axis=1, mode="clip")[:, 0]
-        pages = jnp.where(live, pages, DUMP_PAGE)
-        rows = kv[:, :n].transpose(0, 2, 1, 3)  # [2, KV, n, hd]
-        offsets = positions % page
-        layer = layer.at[:, :, pages, offsets].set(rows, mode="promise_in_bounds")
+        index = jnp.take_along_axis(tables[:n], (positions // page)[:, None], axis=1, mode="clip")[:, 0]
+        index = jnp.where(live, index, DUMP_PAGE)
+        heads_first = kv[:, :n].transpose(0, 2, 1, 3)  # [planes, KV, n, hd]
+        pages = pages.at[:, :, index, positions % page].set(heads_first, mode="promise_in_bounds")
     if batch.num_blocks:
         blocks, per_block = batch.num_blocks, batch.block // page
         first = batch.positions[n :: batch.block] // page
-        index = first[:, None] + jnp.arange(per_block)
-        pages = jnp.take_along_axis(tables[n:], index, axis=1, mode="clip")
+        entry = first[:, None] + jnp.arange(per_block)
+        index = jnp.take_along_axis(tables[n:], entry, axis=1, mode="clip")
         # Table entries past a sequence's end are stale: they may name pages of others.
-        pages = jnp.where(index * page < batch.kv_lens[n:, None], pages, DUMP_PAGE)
-        whole = kv[:, n:].reshape(2, blocks * per_block, page, *kv.shape[2:]).transpose(0, 3, 1, 2, 4)
-        layer = layer.at[:, :, pages.reshape(-1)].set(whole, mode="promise_in_bounds")
-    return layer
+        index = jnp.where(entry * page < batch.kv_lens[n:, None], index, DUMP_PAGE)
+        whole = kv[:, n:].reshape(planes, blocks * per_block, page, *kv.shape[2:]).transpose(0, 3, 1, 2, 4)
+        pages = pages.at[:, :, index.reshape(-1)].set(whole, mode="promise_in_bounds")
+    return pages

@@ -11,6 +11,7 @@ Page 0 is none of these: padding rows write to it, and it is never handed out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,42 @@ class PageGroup:
         if self.kind == "sliding":
             return max(0, position - self.span + 1)
         return position - position % self.span
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer keeps its KV.
+
+    Attributes:
+      group: index of the page group whose tables it uses.
+      array: index of the cache's array that its pages are in.
+      look: how far back its queries see.
+    """
+
+    group: int
+    array: int
+    look: PageGroup
+
+
+def place_layers(looks: Sequence[PageGroup]) -> tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]:
+    """The page groups of a model and the place of each layer, from how far back each layer looks.
+
+    All groups share one pool, so a page has the same bytes in each: a group holds at most as many layers as the cache has
+    arrays, and layers of one kind fill as many groups as they need. There are as many arrays as layers that look back
+    over everything: their pages alone grow with the context, so none of theirs is left unused.
+    """
+    kinds: dict[PageGroup, list[int]] = {}
+    for layer, look in enumerate(looks):
+        kinds.setdefault(look, []).append(layer)
+    arrays = len(kinds.get(PageGroup(), ())) or max(map(len, kinds.values()))
+    groups: list[PageGroup] = []
+    places: dict[int, LayerPlace] = {}
+    for look, layers in kinds.items():
+        for start in range(0, len(layers), arrays):
+            for array, layer in enumerate(layers[start : start + arrays]):
+                places[layer] = LayerPlace(len(groups), array, look)
+            groups.append(look)
+    return tuple(groups), tuple(places[layer] for layer in range(len(looks)))
 
 
 class PagePool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -14,8 +16,18 @@ from jaxinfer.kv.cache import StepBatch
 from jaxinfer.kv.pages import PageGroup
 from jaxinfer.models.layers.linear import Embedding
 
-Pages = Float[Array, "2 KV P page hd"]
+Pages = Float[Array, "planes KV P page hd"]
 Cache = tuple[Pages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """What one token takes in the cache: `arrays` of [planes, kv_heads, head_dim] values for each page group."""
+
+    arrays: int
+    planes: int
+    kv_heads: int
+    head_dim: int
 
 
 class DecoderModel(nnx.Module):
@@ -26,11 +38,22 @@ class DecoderModel(nnx.Module):
 
     config: ModelConfig
     compute_dtype: DTypeLike  # of hidden states
+    vision: nnx.Module | None = None  # makes the rows that stand for images
 
     @property
     @abstractmethod
     def page_groups(self) -> tuple[PageGroup, ...]:
-        """How far back the layers look. The layers divide evenly among the groups, which share the cache's arrays."""
+        """How far back the layers of each group look. The groups share the cache's arrays."""
+
+    @property
+    @abstractmethod
+    def cache_layout(self) -> CacheLayout:
+        """The values that one token adds to the cache."""
+
+    @property
+    def unused_tensors(self) -> re.Pattern[str] | None:
+        """Names (from their start) of tensors that checkpoints of this family hold and the model has no use for."""
+        return None
 
     @property
     @abstractmethod
@@ -44,10 +67,12 @@ class DecoderModel(nnx.Module):
         batch: StepBatch,
         cache: Cache,
         *,
+        media: Float[Array, "M D"] | None = None,
         record: dict[int, Any] | None = None,
     ) -> tuple[Float[Array, "T D"], Cache]:
         """Final hidden states of a step's tokens, normalised, and the cache with their keys and values written.
 
+        media: embeddings of images; a token of vocab_size + i stands for row i.
         record: its keys name hidden states to keep, as Hugging Face counts them: 0 the embeddings, i the output of
           layer i, the last one normalised. Their values are set, each [T, D].
         """

@@ -6,6 +6,7 @@ where the value comes from and how its axes are called. Nothing is allocated unt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,8 +26,9 @@ class ParamSpec:
 
     Attributes:
       path: where it sits in the module tree, e.g. ("layers", 0, "attention", "qkv", "weight").
-      sources: names of its tensors in a Hugging Face checkpoint; several are stacked along axis 0.
+      sources: names of its tensors in a Hugging Face checkpoint; several follow each other along axis 0.
       source_shapes: the shape of each of them.
+      transposed: the checkpoint stores the tensors with their last two axes swapped.
       value: the parameter as shapes without values, what a program is compiled for.
       axes: logical axis names, one a dimension; jaxinfer.parallel maps them to mesh axes.
       init: how random weights are drawn.
@@ -35,6 +37,7 @@ class ParamSpec:
     path: tuple[Any, ...]
     sources: tuple[str, ...]
     source_shapes: tuple[tuple[int, ...], ...]
+    transposed: bool
     value: jax.ShapeDtypeStruct | BlockWeights
     axes: tuple[Axis, ...]
     init: Literal["normal", "ones", "zeros"]
@@ -50,17 +53,32 @@ def declare(
     axes: tuple[Axis, ...],
     dtype: DTypeLike,
     init: Literal["normal", "ones", "zeros"] = "normal",
+    shape: tuple[int, ...] | None = None,
+    transposed: bool = False,
 ) -> nnx.Param:
-    """Declares a parameter made of checkpoint tensors {name: shape}, stacked along axis 0 when there are several."""
-    first, *others = sources.values()
-    if any(s[1:] != first[1:] for s in others):
+    """Declares a parameter made of checkpoint tensors {name: shape}, one after the other along axis 0 when there are several.
+
+    Args:
+      shape: what the result is reshaped to, e.g. [experts, out, in] for as many matrices; None: as it comes.
+      transposed: the checkpoint swaps the last two axes of each tensor; the shapes in `sources` are the checkpoint's.
+    """
+    swapped = [(*s[:-2], s[-1], s[-2]) if transposed else tuple(s) for s in sources.values()]
+    if any(s[1:] != swapped[0][1:] for s in swapped):
         raise ValueError(f"tensors that are stacked must agree after axis 0: {sources}")
-    shape = (sum(s[0] for s in sources.values()), *first[1:])
+    joined = (sum(s[0] for s in swapped), *swapped[0][1:])
+    shape = joined if shape is None else shape
+    if math.prod(shape) != math.prod(joined):
+        raise ValueError(f"tensors of shape {joined} in all cannot become {shape}: {tuple(sources)}")
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} axis names for shape {shape} of {tuple(sources)}")
     value = jax.ShapeDtypeStruct(shape, dtype)
     return nnx.Param(
-        value, sources=tuple(sources), source_shapes=tuple(map(tuple, sources.values())), axes=axes, init=init
+        value,
+        sources=tuple(sources),
+        source_shapes=tuple(map(tuple, sources.values())),
+        transposed=transposed,
+        axes=axes,
+        init=init,
     )
 
 
@@ -74,6 +92,7 @@ def param_specs(model: nnx.Module) -> list[ParamSpec]:
                 path=tuple(path),
                 sources=meta["sources"],
                 source_shapes=meta["source_shapes"],
+                transposed=meta["transposed"],
                 value=value,
                 axes=meta["axes"],
                 init=meta["init"],

@@ -24,6 +24,15 @@ class Family:
 _FAMILIES = {
     "llama": ("llama", "Llama"),
     "mistral": ("llama", "Llama"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "qwen3_moe": ("qwen3", "Qwen3"),
+    "gemma3": ("gemma3", "Gemma3"),
+    "gemma3_text": ("gemma3", "Gemma3"),
+    "llama4": ("llama4", "Llama4"),
+    "llama4_text": ("llama4", "Llama4"),
+    "deepseek_v3": ("deepseek", "DeepSeek"),
+    "kimi_k2": ("deepseek", "DeepSeek"),
+    "kimi_k25": ("deepseek", "DeepSeek"),
 }
 
 

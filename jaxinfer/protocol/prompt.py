@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
@@ -26,10 +27,16 @@ _PROMPT_END = 64  # tokens, enough to see whether the template has opened the re
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt for the engine; `text` is what the client sent, None when it sent token ids or a chat."""
+    """One prompt for the engine.
+
+    Attributes:
+      text: what the client sent, None when it sent token ids or a chat.
+      media: images, in the order of their placeholders.
+    """
 
     token_ids: list[int]
     text: str | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import RequestOutput, SamplingParams
 from jaxinfer.engine.service import EngineFailure, RequestStream
 from jaxinfer.errors import OverloadError, RequestError
@@ -78,6 +79,7 @@ class _ServiceEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Iterable[MediaItem] = (),
     ) -> None:
         """Waits for room. RequestError as the engine's; Stopped, EngineFailure."""
 
@@ -88,6 +90,7 @@ class _ServiceEngine:
                 params,
                 priority=min(max(priority, 0) + _BEHIND, _MAX_PRIORITY),
                 cache_salt=cache_salt,
+                media=media,
             )
             stream.done.add_done_callback(lambda _: self._done.put(stream))
             return stream

@@ -240,6 +240,7 @@ class _Job:
                     self._prepared.params,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    media=prompt.media,
                     sink=sink,
                 )
             )

@@ -14,63 +14,72 @@ from jaxinfer.errors import CheckpointError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights import gguf_blocks
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.companions import write_gguf_tokenizer
 from jaxinfer.weights.gguf_index import TensorPlace, read_index
+from jaxinfer.weights.gguf_names import ARCHITECTURES, hub_names
 from pallas_kernels.linear import BlockKind, BlockWeights
 
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FACTORS = "rope_freqs.weight"  # llama3's rotary scaling, as one divisor a frequency
 
 
 class GGUFCheckpoint(Checkpoint):
-    """One .gguf file of the llama architecture."""
+    """One .gguf file of an architecture in gguf_names.ARCHITECTURES."""
 
     def __init__(self, path: Path):
         self.path = path
         index = read_index(path)
         self.metadata = index.metadata
-        arch = self.metadata.get("general.architecture")
-        if arch != "llama":
-            raise CheckpointError(f"{path}: GGUF architecture {arch!r} is not supported; known: llama")
+        self._arch = str(self.metadata.get("general.architecture"))
+        if self._arch not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{path}: GGUF architecture {self._arch!r} is not supported; known: {', '.join(ARCHITECTURES)}"
+            )
         self._all = index.tensors
         self._tensors = {
-            _hub_name(name, path): place for name, place in self._all.items() if name != _ROPE_FACTORS
+            hub_name: part
+            for name, place in self._all.items()
+            if name != _ROPE_FACTORS
+            for hub_name, part in self._parts(name, place)
         }
         self._file = np.memmap(path, mode="r")
         self.config = self._config()
         self.generation_config = {}
         self.stored_dtype = "float32"
 
+    def _parts(self, name: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
+        """The tensors that Hugging Face makes of one: itself, or a matrix for each expert."""
+        names = hub_names(name, self.metadata.get(f"{self._arch}.expert_count", 0))
+        if names is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not one of a {self._arch} model")
+        if len(place.shape) < 3:
+            return [(hub_name, place) for hub_name in names]
+        count, *shape = place.shape
+        if count != len(names):
+            raise CheckpointError(f"{self.path}: tensor {name!r} holds {count} experts, not {len(names)}")
+        size = place.num_bytes // count
+        return [
+            (hub_name, TensorPlace(tuple(shape), place.type, place.offset + i * size, size))
+            for i, hub_name in enumerate(names)
+        ]
+
     def _config(self) -> dict[str, Any]:
-        meta = self.metadata
+        meta, arch = self.metadata, ARCHITECTURES[self._arch]
 
         def get(key: str, default: Any = None) -> Any:
-            value = meta.get(f"llama.{key}", default)
+            value = meta.get(f"{self._arch}.{key}", default)
             if value is None:
-                raise CheckpointError(f"{self.path}: metadata has no 'llama.{key}'")
+                raise CheckpointError(f"{self.path}: metadata has no '{self._arch}.{key}'")
             return value
 
         heads = get("attention.head_count")
-        head_dim = meta.get("llama.attention.key_length") or get("embedding_length") // heads
+        head_dim = meta.get(f"{self._arch}.attention.key_length") or get("embedding_length") // heads
         return {
-            "model_type": "llama",
+            "model_type": arch.model_type,
             "vocab_size": self.shape("model.embed_tokens.weight")[0],
             "hidden_size": get("embedding_length"),
-            "intermediate_size": get("feed_forward_length"),
+            "intermediate_size": get(
+                "feed_forward_length", meta.get(f"{self._arch}.expert_feed_forward_length")
+            ),
             "num_hidden_layers": get("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": get("attention.head_count_kv", heads),
@@ -83,6 +92,7 @@ class GGUFCheckpoint(Checkpoint):
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
+            **arch.extra(get),
         }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
@@ -90,11 +100,11 @@ class GGUFCheckpoint(Checkpoint):
             divisors = self._values(self._all[_ROPE_FACTORS], _ROPE_FACTORS)
             return {"rope_type": "default", "frequency_divisors": divisors.tolist()}
         meta = self.metadata
-        kind = meta.get("llama.rope.scaling.type", "none")
+        kind = meta.get(f"{self._arch}.rope.scaling.type", "none")
         if kind in ("none", "default"):
             return None
-        scaling = {"rope_type": kind, "factor": meta.get("llama.rope.scaling.factor", 1.0)}
-        original = meta.get("llama.rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": meta.get(f"{self._arch}.rope.scaling.factor", 1.0)}
+        original = meta.get(f"{self._arch}.rope.scaling.original_context_length")
         return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
     def names(self) -> Set[str]:
@@ -120,6 +130,8 @@ class GGUFCheckpoint(Checkpoint):
 
     def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Rows of a tensor as Hugging Face orders them."""
+        if not ARCHITECTURES[self._arch].turned:
+            return rows
         for projection, heads in (
             ("q_proj", self.config["num_attention_heads"]),
             ("k_proj", self.config["num_key_value_heads"]),
@@ -151,6 +163,9 @@ class GGUFCheckpoint(Checkpoint):
             "download the file again"
         )
 
+    def save_companions(self, folder: Path) -> None:
+        write_gguf_tokenizer(self.metadata, folder)
+
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_gguf(self.metadata) if "tokenizer.ggml.tokens" in self.metadata else None
 
@@ -160,14 +175,3 @@ def unpermute(weights: np.ndarray, heads: int) -> np.ndarray:
     half = weights.shape[0] // heads // 2
     rest = weights.shape[1:]
     return weights.reshape(heads, half, 2, *rest).swapaxes(1, 2).reshape(-1, *rest)
-
-
-def _hub_name(name: str, path: Path) -> str:
-    if name in _TOP:
-        return _TOP[name]
-    prefix, _, rest = name.partition(".")
-    index, _, rest = rest.partition(".")
-    kind, _, suffix = rest.partition(".")
-    if prefix == "blk" and index.isdigit() and kind in _LAYER and suffix in ("weight", "bias"):
-        return f"model.layers.{index}.{_LAYER[kind]}.{suffix}"
-    raise CheckpointError(f"{path}: tensor {name!r} is not one of a llama model")

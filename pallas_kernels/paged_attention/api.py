@@ -23,6 +23,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
     impl: str = "auto",
 ) -> Float[Array, "R Q H hd"]:
     """Causal attention of R rows of Q consecutive queries, each row over the pages of its own sequence.
@@ -35,14 +37,17 @@ def paged_attention(
       scale: factor on q . k.
       window: a query sees this many positions, its own included.
       chunk: a query sees the positions from the last multiple of this up to its own.
+      softcap: c in c * tanh(score / c).
+      sinks: a score of each head that takes its share of the softmax and gives no value.
       impl: "auto" takes the C++ kernel on CPU where it can do the shape and dtypes, else XLA.
     Pages out of a query's sight may hold anything, NaN included.
     """
     options = {"scale": scale, "window": window, "chunk": chunk}
     kernel = functools.partial(paged_attention_native, **options)
-    reference = functools.partial(paged_attention_reference, **options)
+    reference = functools.partial(paged_attention_reference, **options, softcap=softcap, sinks=sinks)
     arrays = (q, kv_pages, tables, q_start, kv_lens)
-    return choose(impl, *arrays, kernel=kernel, reference=reference, fits=_fits(q, kv_pages))
+    fits = _fits(q, kv_pages) and softcap is None and sinks is None
+    return choose(impl, *arrays, kernel=kernel, reference=reference, fits=fits)
 
 
 def paged_attention_native(

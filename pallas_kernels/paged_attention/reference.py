@@ -23,6 +23,8 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R Q H hd"]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     rows, queries, heads, hd = q.shape
@@ -55,6 +57,8 @@ def paged_attention_reference(
         # What no query sees may be NaN, and 0 * NaN is NaN: clear it while it is being gathered.
         kv = jnp.where(read[None, None, :, :, None], kv, 0).astype(jnp.float32)
         scores = jnp.einsum("krqd,krtd->krqt", qs, kv[0]).reshape(kv_heads, rows, group, queries, turn)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf).reshape(
             kv_heads, rows, group * queries, turn
         )
@@ -68,6 +72,10 @@ def paged_attention_reference(
 
     stats = (kv_heads, rows, group * queries)
     carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros((*stats, hd)))
+    if sinks is not None:  # a score without a value: it starts the sum
+        peaks = sinks.astype(jnp.float32).reshape(kv_heads, 1, group, 1)
+        peaks = jnp.broadcast_to(peaks, (kv_heads, rows, group, queries)).reshape(stats)
+        carry = (peaks, jnp.ones(stats), carry[2])
     if tables.shape[1] == turn_pages:
         carry = body(0, carry)
     else:

@@ -42,6 +42,7 @@ class EchoEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        media: Any = (),
     ) -> None:
         if request_id in self.running:
             raise RequestError(f"request id {request_id} is in use")

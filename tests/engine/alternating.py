@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from jaxinfer.kv.pages import PageGroup
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.config.model import ModelConfig
 from jaxinfer.models import llama
-from jaxinfer.models.layers.rope import inverse_frequencies, rope_tables
 
 WINDOW = 12
-config_from_hf = llama.config_from_hf
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    plain = llama.config_from_hf(config)
+    looks = tuple("sliding" if i % 2 else "full" for i in range(plain.num_layers))
+    return dataclasses.replace(plain, looks=looks, sliding_window=WINDOW)
 
 
 class Alternating(llama.Llama):
-    def __init__(self, config, **options):
-        super().__init__(config, **options)
-        for i, layer in enumerate(self.layers):
-            layer.attention.group = i % 2
-            layer.attention.window = WINDOW if i % 2 else None
-
-    @property
-    def page_groups(self):
-        return (PageGroup("full"), PageGroup("sliding", WINDOW))
-
-    def __call__(self, tokens, batch, cache, *, record=None):
-        rope = rope_tables(batch.positions, *inverse_frequencies(self.config.rope, self.config.head_dim))
-        x = self.embed(tokens).astype(self.compute_dtype)
-        pages = list(cache)
-        for i, layer in enumerate(self.layers):
-            x, pages[i // 2] = layer(x, rope, batch, pages[i // 2])
-        return self.norm(x), tuple(pages)
+    """Llama with such a config."""

@@ -150,7 +150,7 @@ def test_a_row_s_bits_do_not_depend_on_the_bucket(dtype: str):
             samples[:2] = slots
             held = ints.copy()  # the device may still read what it was given
             _, rows, runner._cache = programs.forward(bucket)(
-                runner._params, runner._cache, runner._last_tokens, held
+                runner._params, runner._cache, runner._last_tokens, held, None
             )
         drawn, runner._last_tokens, _, _ = programs.sample(bucket.samples, False)(
             runner._head,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.errors import ConfigError
-from jaxinfer.kv.pages import PageGroup, PagePool
+from jaxinfer.kv.pages import PageGroup, PagePool, place_layers
 from jaxinfer.kv.prefix import PrefixCache
 
 
@@ -35,6 +35,29 @@ def test_look_back_never_moves_backwards(kind, span, position):
 def test_groups_that_make_no_sense(kind, span):
     with pytest.raises(ConfigError, match="span"):
         PageGroup(kind, span)
+
+
+FULL, SLIDING, CHUNKED = PageGroup(), PageGroup("sliding", 8), PageGroup("chunked", 16)
+
+
+@pytest.mark.parametrize(
+    ("looks", "groups", "arrays"),
+    [
+        ([FULL] * 5, [FULL], 5),
+        ([SLIDING] * 3, [SLIDING], 3),
+        ([CHUNKED, CHUNKED, CHUNKED, FULL] * 12, [CHUNKED] * 3 + [FULL], 12),  # Llama 4
+        (([SLIDING] * 5 + [FULL]) * 10 + [SLIDING] * 2, [SLIDING] * 6 + [FULL], 10),  # Gemma 3 27B
+        ([FULL, FULL, FULL, SLIDING], [FULL, SLIDING], 3),
+    ],
+)
+def test_layers_share_arrays_and_full_ones_waste_none(looks, groups, arrays):
+    found, places = place_layers(looks)
+    assert sorted(found, key=str) == sorted(groups, key=str)
+    assert 1 + max(place.array for place in places) == arrays
+    assert len({(place.group, place.array) for place in places}) == len(looks)
+    assert [found[place.group] for place in places] == [place.look for place in places] == looks
+    full = [place for place in places if place.look == FULL]
+    assert len(full) in (0, arrays)
 
 
 def test_the_dump_page_is_never_handed_out():

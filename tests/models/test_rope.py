@@ -87,6 +87,19 @@ def test_phases_are_exact_far_out_whatever_the_dtype():
     )
 
 
+def test_interleaved_pairs_turn_as_complex_numbers():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 3, 10)).astype(np.float32)
+    positions = np.array([0, 1, 7, 300, 9000])
+    inv_freq = inverse_frequencies(RopeConfig(theta=50.0), 8)[0]
+    tables = rope_tables(jnp.asarray(positions), inv_freq, 1.5)
+    turned = (x[..., 0:8:2] + 1j * x[..., 1:8:2]) * 1.5 * np.exp(1j * positions[:, None] * inv_freq)[:, None]
+    result = np.asarray(apply_rope(jnp.asarray(x), tables, interleaved=True))
+    np.testing.assert_allclose(result[..., 0:8:2], turned.real, atol=1e-3)
+    np.testing.assert_allclose(result[..., 1:8:2], turned.imag, atol=1e-3)
+    np.testing.assert_array_equal(result[..., 8:], x[..., 8:])
+
+
 OLD = {
     "rope_theta": 5e5,
     "rope_scaling": {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},

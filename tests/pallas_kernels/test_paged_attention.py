@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention import paged_attention
 HEAD_DIM = 16
 
 
-def dense(q, k, v, q_start, scale, window, chunk) -> np.ndarray:
+def dense(q, k, v, q_start, scale, window, chunk, softcap=None, sinks=None) -> np.ndarray:
     """Attention of consecutive queries [Q, H, hd] over keys and values [T, KV, hd] of one sequence, float64."""
     queries, heads, hd = q.shape
     group = heads // k.shape[1]
@@ -28,8 +28,11 @@ def dense(q, k, v, q_start, scale, window, chunk) -> np.ndarray:
         for h in range(heads):
             keys, values = k[first : position + 1, h // group], v[first : position + 1, h // group]
             scores = keys @ q[j, h] * scale
-            weights = np.exp(scores - scores.max())
-            out[j, h] = weights @ values / weights.sum()
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = 0.0 if sinks is None else np.exp(sinks[h])
+            weights = np.exp(scores)
+            out[j, h] = weights @ values / (weights.sum() + sink)
     return out
 
 
@@ -76,9 +79,11 @@ class Case:
             paged_attention(*map(jnp.asarray, arrays), scale=0.3, **{"impl": self.impl, **options})
         )
 
-    def expected(self, window=None, chunk=None) -> np.ndarray:
+    def expected(self, window=None, chunk=None, softcap=None, sinks=None) -> np.ndarray:
         rows = zip(self.q, self.keys, self.values, self.starts, strict=True)
-        return np.stack([dense(q, k, v, start, 0.3, window, chunk) for q, k, v, start in rows])
+        return np.stack(
+            [dense(q, k, v, start, 0.3, window, chunk, softcap, sinks) for q, k, v, start in rows]
+        )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1)])
@@ -111,6 +116,22 @@ def test_chunks_do_not_see_each_other(chunk: int):
     for row, start in enumerate(starts):
         case.forget(row, start // chunk * chunk, 4)
     np.testing.assert_allclose(case.run(chunk=chunk), case.expected(chunk=chunk), atol=2e-6)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_soft_cap_and_sinks(queries: int):
+    case = Case(7, [0, 3, 300], queries, page=16, heads=4, kv_heads=2, width=20)
+    sinks = jnp.array([-1.0, 0.0, 2.0, 5.0], jnp.float32)
+    options: list[dict[str, Any]] = [
+        {"softcap": 0.7},
+        {"sinks": sinks},
+        {"softcap": 1.5, "sinks": sinks, "window": 9},
+    ]
+    for chosen in options:
+        if Case.impl == "native":
+            with pytest.raises(ValueError, match="cannot do"):
+                case.run(**chosen)
+        np.testing.assert_allclose(case.run(**chosen, impl="auto"), case.expected(**chosen), atol=2e-6)
 
 
 def test_padding_rows_are_zero_and_harm_nobody():

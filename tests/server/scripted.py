@@ -70,7 +70,9 @@ class ScriptedEngine:
         self.num_tokens = 0
         self.fail_at: int | None = None  # step at which the engine dies
 
-    def add_request(self, request_id, prompt_token_ids, params, *, priority=0, cache_salt=None) -> None:
+    def add_request(
+        self, request_id, prompt_token_ids, params, *, priority=0, cache_salt=None, media=()
+    ) -> None:
         ids = check_request(prompt_token_ids, priority, cache_salt)
         if len(self.requests) >= self.max_running + self.max_waiting:
             raise OverloadError("too many requests are waiting")

@@ -259,7 +259,8 @@ def to_gguf(path: Path, oracle: str = "llama_tied", *, quantised: str | None = N
     else:
         config = json.loads((DIRECTORY / oracle / "config.json").read_text())
         tensors = load_file(DIRECTORY / oracle / "model.safetensors")
-    writer = gguf.GGUFWriter(path, "llama")
+    arch = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe"}.get(config["model_type"], "llama")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -267,18 +268,28 @@ def to_gguf(path: Path, oracle: str = "llama_tied", *, quantised: str | None = N
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_key_length(config["head_dim"])
     for key, value in metadata.items():
         writer.add_string(key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
+    if arch == "qwen3moe":
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        stacked = {re.sub(r"experts\.\d+\.", "experts.", n): [] for n in tensors if ".experts." in n}
+        for name, parts in stacked.items():
+            for expert in range(config["num_local_experts"]):
+                parts.append(tensors.pop(name.replace("experts.", f"experts.{expert}.")))
+        tensors |= {name: np.stack(parts) for name, parts in stacked.items()}
     for name, tensor in tensors.items():
-        if "q_proj" in name or "k_proj" in name:
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
         gguf_name = names.get_name(name, try_suffixes=(".weight",))
         assert gguf_name is not None
-        tensor = np.ascontiguousarray(tensor)
+        tensor = np.ascontiguousarray(tensor, dtype=np.float32)
         if quantised is None or tensor.ndim == 1:
             writer.add_tensor(gguf_name, tensor)
             continue
@@ -291,9 +302,10 @@ def to_gguf(path: Path, oracle: str = "llama_tied", *, quantised: str | None = N
     return path
 
 
-def test_gguf_gives_the_same_model(tmp_path: Path):
-    oracle = load_oracle("llama_tied")
-    llm = LLM(to_gguf(tmp_path / "m.gguf"), warm_up=False, max_num_seqs=1)
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3", "qwen3_moe"])
+def test_gguf_gives_the_same_model(tmp_path: Path, name: str):
+    oracle = load_oracle(name)
+    llm = LLM(to_gguf(tmp_path / "m.gguf", name), dtype="float32", warm_up=False, max_num_seqs=1)
     error = np.abs(llm.logits(oracle.tokens[0].tolist()) - oracle.logits[0]).max()
     assert error < 2e-4 * oracle.logits.std()
 

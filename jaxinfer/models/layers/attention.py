@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+import typing
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.config.model import ModelConfig
 from jaxinfer.kv.cache import StepBatch, write_kv
+from jaxinfer.kv.pages import LayerPlace, PageGroup
 from jaxinfer.models.layers.linear import Linear
+from jaxinfer.models.layers.norm import RMSNorm
 from jaxinfer.models.layers.rope import apply_rope
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rms_norm import rms_norm
 
-RopeTables = tuple[Float[Array, "T half"], Float[Array, "T half"]]
+if typing.TYPE_CHECKING:
+    from jaxinfer.models.decoder import Step
+
+Pages = Float[Array, "2 KV P page hd"]
 
 
 class Attention(nnx.Module):
-    """Self-attention of one layer (GQA, arXiv:2305.13245); reads and writes the layer's pages of `group`."""
+    """Self-attention of layer `index` (GQA, arXiv:2305.13245), with every turn that `ModelConfig` knows.
 
-    def __init__(self, name: str, config: ModelConfig, *, group: int, window: int | None, dtype: DTypeLike):
+    norm_offset: the learned norms of queries and keys multiply by offset + weight.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        index: int,
+        place: LayerPlace,
+        *,
+        dtype: DTypeLike,
+        norm_offset: float = 0.0,
+    ):
         c = config
-        self.heads, self.kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        self.group = group
-        self.window = window
+        self.config = c
+        self.place = place
+        local = c.local_rope is not None and place.look.kind == "sliding"
+        self.rope: Literal["local", "global"] | None = "local" if local else "global"
+        if index in c.unrotated:
+            self.rope = None
         self.qkv = Linear(
             {
                 f"{name}.q_proj": c.num_heads * c.head_dim,
@@ -43,34 +67,60 @@ class Attention(nnx.Module):
             dtype=dtype,
             bias=c.attention_out_bias,
         )
+        norms = [
+            RMSNorm(f"{name}.{x}_norm", c.head_dim, eps=c.rms_norm_eps, dtype=dtype, offset=norm_offset)
+            if c.qk_norm == "learned"
+            else None
+            for x in "qk"
+        ]
+        self.q_norm, self.k_norm = norms
 
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        rope: RopeTables,
-        batch: StepBatch,
-        pages: Float[Array, "2 KV P page hd"],
-    ) -> tuple[Float[Array, "T D"], Float[Array, "2 KV P page hd"]]:
+    def __call__(self, x: Float[Array, "T D"], step: Step, pages: Pages) -> tuple[Float[Array, "T D"], Pages]:
+        c = self.config
         q, k, v = jnp.split(
-            self.qkv(x).reshape(x.shape[0], -1, self.head_dim),
-            [self.heads, self.heads + self.kv_heads],
+            self.qkv(x).reshape(x.shape[0], -1, c.head_dim),
+            [c.num_heads, c.num_heads + c.num_kv_heads],
             axis=1,
         )
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        pages = write_kv(pages, k, v, batch, self.group)
-        mixed = attend(q, pages, batch, self.group, scale=self.head_dim**-0.5, window=self.window)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            tables = step.ropes[self.rope]
+            q, k = (apply_rope(y, tables, interleaved=c.rope.interleaved) for y in (q, k))
+            if c.qk_norm == "plain":
+                ones = jnp.ones(c.head_dim, jnp.float32)
+                q, k = (rms_norm(y, ones, eps=c.rms_norm_eps) for y in (q, k))
+        elif c.temperature_scale:
+            q = q * self._temperature(step.batch.positions).astype(q.dtype)
+        pages = write_kv(pages, (k, v), step.batch, self.place.group)
+        scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
+        mixed = attend(
+            q,
+            pages,
+            step.batch,
+            self.place.group,
+            scale=scale,
+            look=self.place.look,
+            softcap=c.attention_softcap,
+        )
         return self.out(mixed.reshape(x.shape[0], -1)), pages
+
+    def _temperature(self, positions: Int[Array, " T"]) -> Float[Array, "T 1 1"]:
+        """Sharpens far queries of layers that do not know positions (Llama 4's release)."""
+        c = self.config
+        steps = jnp.floor((positions.astype(jnp.float32) + 1) / c.temperature_floor)
+        return (1 + c.temperature_scale * jnp.log1p(steps))[:, None, None]
 
 
 def attend(
     q: Float[Array, "T H hd"],
-    pages: Float[Array, "2 KV P page hd"],
+    pages: Pages,
     batch: StepBatch,
     group: int,
     *,
     scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
+    look: PageGroup,
+    softcap: float | None = None,
 ) -> Float[Array, "T H hd"]:
     """Attention of a step's flat queries: the decode rows together, then the prefill blocks together."""
     n, tables = batch.num_decode, batch.tables[group]
@@ -89,8 +139,9 @@ def attend(
                 batch.positions[span][::queries],
                 batch.kv_lens[span],
                 scale=scale,
-                window=window,
-                chunk=chunk,
+                window=look.span if look.kind == "sliding" else None,
+                chunk=look.span if look.kind == "chunked" else None,
+                softcap=softcap,
             )
             parts.append(result.reshape(part.shape))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

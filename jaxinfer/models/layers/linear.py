@@ -47,11 +47,14 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding [V, D]; also the output head of models that tie the two."""
+    """Token embedding [V, D]; also the output head of models that tie the two. softcap: c in c * tanh(logit / c)."""
 
     TAKES_BLOCKS = True
 
-    def __init__(self, name: str, vocab_size: int, width: int, *, dtype: DTypeLike):
+    def __init__(
+        self, name: str, vocab_size: int, width: int, *, dtype: DTypeLike, softcap: float | None = None
+    ):
+        self.softcap = softcap
         self.weight = declare({f"{name}.weight": (vocab_size, width)}, axes=("vocab", "embed"), dtype=dtype)
 
     def __call__(self, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -59,4 +62,5 @@ class Embedding(nnx.Module):
         return weight.rows(tokens) if isinstance(weight, BlockWeights) else weight.at[tokens].get(mode="clip")
 
     def logits(self, hidden: Float[Array, "T D"]) -> Float[Array, "T V"]:
-        return linear(hidden, self.weight.get_value())
+        logits = linear(hidden, self.weight.get_value())
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)

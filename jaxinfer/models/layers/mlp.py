@@ -20,7 +20,7 @@ _ACTIVATIONS = {
 class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)), with gate and up in one product."""
 
-    def __init__(self, name: str, width: int, hidden: int, *, act: str, bias: bool, dtype: DTypeLike):
+    def __init__(self, name: str, width: int, hidden: int, *, act: str, bias: bool = False, dtype: DTypeLike):
         if act not in _ACTIVATIONS:
             raise ConfigError(f"hidden_act {act!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
         self.act = act

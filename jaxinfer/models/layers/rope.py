@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.config.model import RopeConfig
 
+RopeTables = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cos, sin
+
 
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, *, max_len: int | None = None
@@ -77,9 +79,7 @@ def _yarn(inv_freq: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray,
     return (inv_freq / rope.factor * (1 - keep) + inv_freq * keep).astype(np.float32), attention_factor
 
 
-def rope_tables(
-    positions: Int[Array, " T"], inv_freq: np.ndarray, attention_factor: float
-) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+def rope_tables(positions: Int[Array, " T"], inv_freq: np.ndarray, attention_factor: float) -> RopeTables:
     """cos and sin of each position's phases, float32, scaled by YaRN's attention factor."""
     phase = positions[:, None].astype(jnp.float32) * jnp.asarray(inv_freq)[None, :]
     tables = jnp.cos(phase) * attention_factor, jnp.sin(phase) * attention_factor
@@ -88,15 +88,20 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "T H hd"], tables: tuple[Float[Array, "T half"], Float[Array, "T half"]]
+    x: Float[Array, "T H hd"], tables: RopeTables, *, interleaved: bool = False
 ) -> Float[Array, "T H hd"]:
-    """Rotates dimension i with i + half (the halves layout of Hugging Face checkpoints); the rest passes through."""
+    """Rotates dimension i with i + half (the halves layout of Hugging Face checkpoints); the rest passes through.
+
+    interleaved: dimension 2i turns with 2i + 1 instead, as in checkpoints that treat pairs as complex numbers.
+    """
     cos, sin = (t[:, None, :] for t in tables)
     half = cos.shape[-1]
-    x1, x2, rest = (
-        x[..., :half].astype(jnp.float32),
-        x[..., half : 2 * half].astype(jnp.float32),
-        x[..., 2 * half :],
-    )
-    rotated = [(x1 * cos - x2 * sin).astype(x.dtype), (x2 * cos + x1 * sin).astype(x.dtype)]
+    turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
+    if interleaved:
+        x1, x2 = turned[..., 0::2], turned[..., 1::2]
+        pairs = jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+        rotated = [pairs.reshape(turned.shape).astype(x.dtype)]
+    else:
+        x1, x2 = turned[..., :half], turned[..., half:]
+        rotated = [(x1 * cos - x2 * sin).astype(x.dtype), (x2 * cos + x1 * sin).astype(x.dtype)]
     return jax.lax.concatenate([*rotated, rest] if rest.shape[-1] else rotated, dimension=2)
