@@ -1,0 +1,1 @@
+"""Meshes and collectives: the only room that names mesh axes."""

@@ -1,0 +1,60 @@
+"""The device mesh, and which of its axes splits which logical axis of a parameter.
+
+Logical axes are what model code names: "vocab", "heads", "ffn", "experts", "embed". Mesh axes are named here alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config.mesh import MeshConfig
+from jaxinfer.errors import ConfigError
+
+DATA, PIPE, EXPERT, TENSOR = "data", "pipe", "expert", "tensor"
+RULES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "experts": EXPERT}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over the first devices, neighbours along the tensor axis first. ConfigError when there are too few."""
+    found = list(jax.devices() if devices is None else devices)
+    if len(found) < config.num_devices:
+        raise ConfigError(
+            f"dp={config.dp} x pp={config.pp} x ep={config.ep} x tp={config.tp} needs {config.num_devices} devices, "
+            f"there are {len(found)} ({found[0].device_kind if found else 'none'})"
+        )
+    shape = (config.dp, config.pp, config.ep, config.tp)
+    return Mesh(np.array(found[: config.num_devices]).reshape(shape), (DATA, PIPE, EXPERT, TENSOR))
+
+
+def partition(axes: Sequence[str | None], name: str) -> PartitionSpec:
+    """How an array whose dimensions have these logical axes is split. ConfigError when two of them want one mesh axis."""
+    wanted = defaultdict(list)
+    for axis in axes:
+        if axis in RULES:
+            wanted[RULES[axis]].append(axis)
+    for mesh_axis, logical in wanted.items():
+        if len(logical) > 1:
+            raise ConfigError(
+                f"{name}: logical axes {' and '.join(map(repr, logical))} are both split over {mesh_axis!r}"
+            )
+    return PartitionSpec(*(RULES.get(axis or "") for axis in axes))
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], name: str) -> NamedSharding:
+    """Where an array's slices go. ConfigError when a dimension does not divide among the devices of its axis."""
+    split = partition(axes, name)
+    for size, logical, axis in zip(shape, axes, split, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ConfigError(
+                f"{name}: {size} {logical} do not divide among {mesh.shape[axis]} devices of the {axis!r} axis"
+            )
+    return NamedSharding(mesh, split)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
