@@ -72,8 +72,9 @@ def sample(
     """
     if state is not None:
         logits = apply_penalties(logits, rows, state)
-    peak = max_over("vocab", _nan_to_inf(logits.max(axis=-1)))
-    bad = jnp.isinf(peak)
+    # XLA's maxima lose a NaN among numbers; infinity, which no logit is, stays.
+    peak = jnp.where(jnp.isnan(logits).any(axis=-1), jnp.inf, logits.max(axis=-1))
+    bad = jnp.isinf(max_over("vocab", peak))
     token = first_argmax(logits)
     sampled = rows.temperature > 0
     drawn = jax.lax.cond(jnp.any(sampled), lambda: draw(logits, rows), lambda: token)
@@ -102,11 +103,6 @@ def _first(true: Bool[Array, "S n"]) -> Int[Array, " S"]:
 def _first_token(logits: Float[Array, "S V"]) -> Array | int:
     """The token that this device's first logit belongs to."""
     return part_index("vocab") * logits.shape[1]
-
-
-def _nan_to_inf(x: Float[Array, " S"]) -> Float[Array, " S"]:
-    """NaN may not survive a maximum over devices; infinity does, and no logit is so large."""
-    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def apply_penalties(logits: Float[Array, "S V"], rows: RowParams, state: SamplerState) -> Float[Array, "S V"]:
