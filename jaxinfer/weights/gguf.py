@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from gguf.quants import dequantize
 from jaxinfer.errors import CheckpointError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights import gguf_blocks
-from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.checkpoint import Checkpoint, Task
 from jaxinfer.weights.companions import write_gguf_tokenizer
 from jaxinfer.weights.gguf_index import TensorPlace, read_index
 from jaxinfer.weights.gguf_names import ARCHITECTURES, hub_names
+from jaxinfer.weights.safetensors import row_ranges
 from pallas_kernels.linear import BlockKind, BlockWeights
 
 _ROPE_FACTORS = "rope_freqs.weight"  # llama3's rotary scaling, as one divisor a frequency
@@ -128,17 +130,27 @@ class GGUFCheckpoint(Checkpoint):
     def read(self, name: str) -> np.ndarray:
         return self._in_order(name, self._values(self._tensors[name], name))
 
+    def fill(self, name: str, out: np.ndarray, start: int = 0) -> list[Task]:
+        # Rows whose order llama.cpp changed are to be whole heads.
+        heads = self.config["head_dim"] if self._is_turned(name) else 1
+        if out.ndim < 2 or start % heads or len(out) % heads:
+            return super().fill(name, out, start)
+        ranges = row_ranges(len(out), out.size * np.dtype(np.float32).itemsize, heads)
+        return [partial(self._fill_rows, name, start + a, out[a:b]) for a, b in ranges]
+
+    def _fill_rows(self, name: str, start: int, out: np.ndarray) -> None:
+        place = self._tensors[name]
+        row_bytes = place.num_bytes // place.shape[0]
+        part = TensorPlace(out.shape, place.type, place.offset + start * row_bytes, len(out) * row_bytes)
+        out[...] = self._in_order(name, self._values(part, name))
+
+    def _is_turned(self, name: str) -> bool:
+        """Whether llama.cpp changed the order of a tensor's rows."""
+        return ARCHITECTURES[self._arch].turned and (".q_proj." in name or ".k_proj." in name)
+
     def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Rows of a tensor as Hugging Face orders them."""
-        if not ARCHITECTURES[self._arch].turned:
-            return rows
-        for projection, heads in (
-            ("q_proj", self.config["num_attention_heads"]),
-            ("k_proj", self.config["num_key_value_heads"]),
-        ):
-            if f".{projection}." in name:
-                return unpermute(rows, heads)
-        return rows
+        """Rows of a tensor, those of whole heads, as Hugging Face orders them."""
+        return unpermute(rows, len(rows) // self.config["head_dim"]) if self._is_turned(name) else rows
 
     def _bytes(self, place: TensorPlace) -> np.ndarray:
         return self._file[place.offset : place.offset + place.num_bytes]

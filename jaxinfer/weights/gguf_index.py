@@ -74,6 +74,8 @@ def _parse(path: Path, size: int) -> GGUFIndex:
             for t in reader.tensors
         }
     except _DAMAGE as e:
+        if "duplicated tensor" in str(e):  # which the reader names
+            raise CheckpointError(f"{path} is damaged: {e}: download it again") from e
         raise CheckpointError(
             f"{path} is truncated or damaged (it has {size} bytes): download it again"
         ) from e

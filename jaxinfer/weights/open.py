@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfer.errors import CheckpointError
@@ -11,15 +12,19 @@ from jaxinfer.models.registry import family_for
 from jaxinfer.values import shown
 from jaxinfer.weights import presets
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.companions import PARAMETERS
+from jaxinfer.weights.compressed_tensors import PackedCheckpoint
+from jaxinfer.weights.fp8 import FP8Checkpoint
 from jaxinfer.weights.random import RandomCheckpoint
 from jaxinfer.weights.safetensors import HuggingFaceCheckpoint, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model"]
+_QUANTISED = {"fp8": FP8Checkpoint, "compressed-tensors": PackedCheckpoint}  # by quant_method
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Opens a preset, a Hugging Face directory, a .gguf file, or a hub id (`org/name`, fetched into the hub's cache).
+    """Opens a preset, a Hugging Face directory, one that `save_parameters` wrote, a .gguf file, or a hub id (`org/name`, fetched into the hub's cache).
 
     Raises CheckpointError that says what was looked for and where; for a kind of model that is not supported, before any
     weights are looked at.
@@ -56,7 +61,21 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _open_directory(path: Path) -> Checkpoint:
     _check_family(path)
-    return HuggingFaceCheckpoint(path)
+    if (path / PARAMETERS).exists():
+        from jaxinfer.weights.orbax import OrbaxCheckpoint  # takes a second to import
+
+        return OrbaxCheckpoint(path)
+    config = read_json(path / "config.json")
+    inner = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or inner.get("quantization_config")
+    if not quantization:
+        return HuggingFaceCheckpoint(path)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method not in _QUANTISED:
+        raise CheckpointError(
+            f"{path} is quantised with quant_method {method!r}, which is not supported; known: {', '.join(_QUANTISED)}"
+        )
+    return _QUANTISED[method](path, quantization)
 
 
 def _check_family(path: Path) -> None:

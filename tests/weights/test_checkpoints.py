@@ -78,7 +78,11 @@ def test_parameters_are_the_stacked_tensors(copy):
     for spec, value in zip(specs, params, strict=True):
         assert isinstance(value, jax.Array)
         assert value.dtype == jnp.bfloat16
-        expected = np.concatenate([stored[source] for source in spec.sources])
+        # The i-th groups of all tensors stand together.
+        groups = [np.split(stored[source], spec.groups) for source in spec.sources]
+        expected = np.concatenate([part for group in zip(*groups, strict=True) for part in group]).reshape(
+            value.shape
+        )
         assert expected.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(np.asarray(value).view(np.uint16), expected.view(np.uint16))
 
@@ -323,7 +327,7 @@ def test_weights_in_blocks_are_the_same_weights(tmp_path: Path, kind: str):
             np.testing.assert_allclose(compact.dense(), plain, rtol=3e-7, atol=1e-7 * np.abs(plain).max())
         else:
             np.testing.assert_array_equal(compact, plain)
-    assert count == sum(len(plain.shape) == 2 for plain in dense.params)
+    assert count == sum(len(plain.shape) > 1 for plain in dense.params)
     tokens = np.random.default_rng(0).integers(0, 512, 40).tolist()
     expected = dense.logits(tokens)
     assert np.abs(packed.logits(tokens) - expected).max() < 1e-5 * expected.std()
@@ -376,6 +380,15 @@ def test_truncated_gguf(tmp_path: Path, keep):
     with pytest.raises(CheckpointError, match=r"m.gguf is truncated.*: download it again") as caught:
         GGUFCheckpoint(file)
     assert not re.search("array|reshape|index|dtype|axis", str(caught.value).replace(str(file), ""))
+
+
+def test_a_gguf_with_a_tensor_twice(tmp_path: Path):
+    file = to_gguf(tmp_path / "m.gguf")
+    content = file.read_bytes()
+    assert content.count(b"blk.0.attn_k.weight") == 1
+    file.write_bytes(content.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"))
+    with pytest.raises(CheckpointError, match=r"m\.gguf is damaged: .*blk\.0\.attn_q\.weight"):
+        GGUFCheckpoint(file)
 
 
 @pytest.mark.parametrize(
