@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.request import RequestOutput, SamplingParams, token_ids
 from jaxinfer.engine.teacher import TeacherForcing
@@ -53,10 +54,16 @@ class LLM:
         weights: str = "auto",
         **engine_options: Any,
     ):
-        if (tp, pp, ep) != (1, 1, 1):
-            raise ConfigError(f"tp={tp}, pp={pp}, ep={ep}: parallelism is not there yet, only 1 works")
+        parallel = MeshConfig(tp=tp, pp=pp, ep=ep)
+        if parallel.pp > 1:
+            raise ConfigError(f"pp={pp}: pipeline parallelism is not there yet, only 1 works")
         built = build_engine(
-            model, dtype=dtype, weights=weights, max_model_len=max_model_len, **engine_options
+            model,
+            dtype=dtype,
+            weights=weights,
+            max_model_len=max_model_len,
+            parallel=parallel,
+            **engine_options,
         )
         self.model_name = str(model)
         self.engine = built.engine
@@ -68,7 +75,9 @@ class LLM:
         self.generation_defaults = built.generation_defaults
         self.max_model_len = built.engine.config.max_model_len
         self.vocab_size = built.model.config.vocab_size
-        self._teacher = TeacherForcing(built.model, built.params, built.cache_spec, self.max_model_len)
+        self._teacher = TeacherForcing(
+            built.model, built.params, built.cache_spec, self.max_model_len, mesh=built.mesh
+        )
         self._ids = itertools.count()
 
     def generate(

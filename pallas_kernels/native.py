@@ -23,6 +23,7 @@ import platformdirs
 logger = logging.getLogger(__name__)
 
 _TARGETS = {  # folder of native.cc: its custom-call targets, each named jaxinfer_NAME
+    "grouped_linear": ("grouped_linear", "grouped_linear_blocks"),
     "linear": ("linear", "linear_blocks"),
     "paged_attention": ("paged_attention",),
     "rms_norm": ("rms_norm",),
@@ -51,8 +52,8 @@ def _build() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler found (g++, clang++ or c++): install one, or name one in CXX")
     root = Path(__file__).parent
-    files = [root / "native.h", *(root / op / "native.cc" for op in _TARGETS)]
-    content = b"".join(file.read_bytes() for file in files)
+    sources = [root / op / "native.cc" for op in _TARGETS]
+    content = b"".join(file.read_bytes() for file in (*sorted(root.rglob("*.h")), *sources))
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
     key = hashlib.sha256(repr((content, version, _FLAGS, processor(), jax.__version__)).encode()).hexdigest()[
         :16
@@ -70,7 +71,7 @@ def _build() -> Path:
             *_FLAGS,
             f"-I{root}",
             f"-I{jax.ffi.include_dir()}",
-            *map(str, files[1:]),
+            *map(str, sources),
             "-o",
             str(made),
         ]

@@ -6,13 +6,16 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer import compat
 from jaxinfer.config.engine import EngineConfig
+from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.config.model import ModelConfig
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.engine import Engine
@@ -22,8 +25,10 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.kv.cache import CacheSpec
 from jaxinfer.kv.manager import KVManager, pages_for_one
 from jaxinfer.models.base import DecoderModel
-from jaxinfer.models.params import keep_blocks
+from jaxinfer.models.params import ParamSpec, keep_blocks
 from jaxinfer.models.registry import family_for
+from jaxinfer.parallel.collectives import on_mesh
+from jaxinfer.parallel.mesh import make_mesh, sharding
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.load import Params, load_params
 from jaxinfer.weights.open import open_checkpoint
@@ -45,6 +50,7 @@ class Built:
     model: DecoderModel
     params: Params
     cache_spec: CacheSpec
+    mesh: Mesh | None  # None: one device
     tokenizer: Tokenizer | None
     generation_defaults: Mapping[str, Any]
     seconds: Mapping[str, float]  # that each phase took, in order
@@ -56,6 +62,7 @@ def build_engine(
     dtype: str | None = None,
     weights: str = "auto",
     max_model_len: int | None = None,
+    parallel: MeshConfig | None = None,
     warm_up: bool = True,
     **options: Any,
 ) -> Built:
@@ -65,6 +72,7 @@ def build_engine(
       dtype: to serve in; None: as stored.
       weights: "packed" keeps matrices in the blocks of codes they are stored in, "dense" spreads them out into `dtype`; "auto"
         is "packed" where a kernel multiplies with them in place and no dtype is asked for.
+      parallel: how many devices, and along which axes; None: one.
       warm_up: compile everything now; else each program compiles when it is first needed.
       options: fields of EngineConfig.
     Raises:
@@ -88,13 +96,18 @@ def build_engine(
     # CPUs multiply in float32, so hidden states may as well keep its bits: the C++ kernels take them so.
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
-    module = family.model(config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len)
+    parallel = parallel or MeshConfig()
+    mesh = make_mesh(parallel) if parallel.num_devices > 1 else None
+    with on_mesh(mesh):
+        module = family.model(
+            config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len
+        )
     clock.lap("open")
     if keeps_blocks(weights, dtype, can_multiply=widen):
         kept = keep_blocks(module, checkpoint.block_kind)
         if weights == "packed" and not kept:
             raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
-    params = load_params(module, checkpoint)
+    params = load_params(module, checkpoint, mesh and partial(_sharding, mesh))
     clock.lap("weights")
 
     spec = cache_spec(module, engine_config, served)
@@ -120,6 +133,8 @@ def build_engine(
         num_pages=engine_config.num_pages,
         num_slots=num_slots,
         table_width=width,
+        media_rows=engine_config.max_media_tokens,
+        mesh=mesh,
         keep=True,
     )
     if warm_up:
@@ -136,11 +151,17 @@ def build_engine(
         eos_token_ids=end_ids(config, checkpoint.generation_config, tokenizer),
         vocab_size=config.vocab_size,
         table_width=width,
+        image_token_id=config.image_token_id if module.vision is not None else None,
     )
     clock.lap("tokenizer and cache")
     return Built(
-        engine, programs, module, params, spec, tokenizer, checkpoint.generation_config, clock.seconds
+        engine, programs, module, params, spec, mesh, tokenizer, checkpoint.generation_config, clock.seconds
     )
+
+
+def _sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
+    """Where a parameter goes."""
+    return sharding(mesh, spec.axes, spec.shape, spec.sources[0])
 
 
 class _Clock:

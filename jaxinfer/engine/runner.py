@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer import compat
 from jaxinfer.engine.batch import StepArrays
 from jaxinfer.engine.sampling import Logprobs, SamplerState
-from jaxinfer.engine.steps import StepPrograms, fresh_state
+from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.weights.load import Params
 
 
@@ -46,13 +46,13 @@ class ModelRunner:
         self._params = params
         self._head = programs.head_params(params)
         self._cache = cache
-        self._last_tokens = jax.device_put(np.zeros(num_slots, np.int32))
+        self._last_tokens = programs.put(np.zeros(num_slots, np.int32))
         media = programs.media_shape()
-        self._media = None if media is None else jax.device_put(np.zeros(media.shape, media.dtype))
+        self._media = None if media is None else programs.put(np.zeros(media.shape, media.dtype))
         self._state: SamplerState | None = None  # made when a request first needs it
         # A CPU's arrays are read where they are, and the end of a copy calls into Python, which may be gone by then.
         self._copies = compat.platform() != "cpu"
-        self._flags = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
+        self._flags = {flag: programs.put(np.bool_(flag)) for flag in (False, True)}
 
     def dispatch(self, arrays: StepArrays, *, logprobs: bool) -> Dispatched:
         """Starts a step and the copy of its tokens to the host. logprobs implies arrays.full."""
@@ -92,7 +92,7 @@ class ModelRunner:
 
     def set_allowed(self, allowed: np.ndarray) -> None:
         """Replaces every slot's allowed tokens, int32 [slots, V / 32] as in SamplerState. The array must not change afterwards."""
-        self._state = self._sampler_state()._replace(allowed=jax.device_put(allowed))
+        self._state = self._sampler_state()._replace(allowed=self.programs.put(allowed))
 
     def wait(self) -> None:
         """Returns when the device has finished everything dispatched so far."""
@@ -100,5 +100,5 @@ class ModelRunner:
 
     def _sampler_state(self) -> SamplerState:
         if self._state is None:
-            self._state = fresh_state(self.programs.state_shape())
+            self._state = self.programs.fresh_state()
         return self._state

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,6 +32,8 @@ from jaxinfer.engine.sampling import Logprobs, RowParams, SamplerState, logprobs
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.params import param_specs
+from jaxinfer.parallel.mesh import partition
+from jaxinfer.parallel.programs import EVERYWHERE, abstract_on, jit_on
 
 Cache = tuple[jax.Array, ...]
 
@@ -87,19 +91,24 @@ class StepPrograms:
         num_slots: int,
         table_width: int,
         media_rows: int = 0,
+        mesh: Mesh | None = None,
         keep: bool = False,
     ):
         """
         Args:
           num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding.
           media_rows: size of the buffer of image embeddings, of models with a vision tower.
+          mesh: what the programs run on; None: one device.
           keep: programs are read from the user cache where they are there, and written to it where they are not.
         """
         self._model = model
         self._graph, state = nnx.split(model)
         self._treedef = jax.tree.structure(state)
         self._specs = param_specs(model)
-        self._param_shapes = tuple(s.value for s in self._specs)
+        self._mesh = mesh
+        self._param_parts = tuple(partition(s.axes, s.sources[0]) for s in self._specs)
+        shapes = tuple(s.value for s in self._specs)
+        self._param_shapes = abstract_on(mesh, shapes, self._param_parts)
         self._head_graph, head_state = nnx.split(model.output_head)
         self._head_treedef = jax.tree.structure(head_state)
         head_sources = [spec.sources for spec in param_specs(model.output_head)]
@@ -115,7 +124,13 @@ class StepPrograms:
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
         self._dtype = model.compute_dtype
-        self._store = ExecutableStore({**environment_parts(), **self._parts()}) if keep else None
+        self._cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
+        by_token = partition((None, "vocab"), "sampler state")
+        self._state_parts = SamplerState(by_token, by_token, EVERYWHERE)
+        devices = None if mesh is None else mesh.devices.reshape(-1).tolist()
+        self._store = (
+            ExecutableStore({**environment_parts(), **self._parts()}, devices=devices) if keep else None
+        )
 
     @property
     def num_compiled(self) -> int:
@@ -199,7 +214,8 @@ class StepPrograms:
             "family": class_digest(type(self._model)),
             "parameters": repr(self._param_shapes),
             "cache": repr((self._spec, self._num_pages, self._model.page_groups)),
-            "rows": repr((self._num_slots, self._table_width)),
+            "rows": repr((self._num_slots, self._table_width, self._media_rows)),
+            "mesh": repr(self._mesh and dict(self._mesh.shape)),
         }
 
     def _lower_forward(self, bucket: Bucket):
@@ -225,13 +241,27 @@ class StepPrograms:
             hidden, cache = model(tokens, batch, cache, media=media)
             return hidden, hidden[samples], cache
 
-        return jax.jit(forward, donate_argnums=1).lower(
-            self._param_shapes,
-            self._spec.abstract(self._num_pages),
-            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
-            jax.ShapeDtypeStruct((layout.size,), jnp.int32),
-            self.media_shape(),
+        return self._lower(
+            forward,
+            (self._param_shapes, self._param_parts),
+            (self._spec.abstract(self._num_pages), self._cache_parts),
+            (jax.ShapeDtypeStruct((self._num_slots,), jnp.int32), EVERYWHERE),
+            (jax.ShapeDtypeStruct((layout.size,), jnp.int32), EVERYWHERE),
+            (self.media_shape(), EVERYWHERE),
+            out_specs=(EVERYWHERE, EVERYWHERE, self._cache_parts),
+            donate=(1,),
         )
+
+    def _lower(
+        self,
+        function: Callable[..., Any],
+        *args: tuple[Any, Any],
+        out_specs: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        """Traces a program; args: shapes of each argument, and how it is spread over the mesh."""
+        program = jit_on(self._mesh, function, tuple(spec for _, spec in args), out_specs, donate)
+        return program.lower(*(abstract_on(self._mesh, s, spec) for s, spec in args))
 
     def _lower_sample(self, count: int, full: bool):
         def run(
@@ -262,13 +292,16 @@ class StepPrograms:
             scores = jax.lax.cond(want_logprobs, logprobs_of, lambda *_: nothing, logits, tokens)
             return tokens, last_tokens, scores, state
 
-        return jax.jit(run, donate_argnums=(2, 5)).lower(
-            self.head_params(self._param_shapes),
-            jax.ShapeDtypeStruct((count, self.hidden_size), self._dtype),
-            jax.ShapeDtypeStruct((self._num_slots,), jnp.int32),
-            jax.ShapeDtypeStruct((count, len(ROW_INTS) + len(ROW_FLOATS)), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.bool_),
-            self.state_shape() if full else None,
+        return self._lower(
+            run,
+            (self.head_params(self._param_shapes), self.head_params(self._param_parts)),
+            (jax.ShapeDtypeStruct((count, self.hidden_size), self._dtype), EVERYWHERE),
+            (jax.ShapeDtypeStruct((self._num_slots,), jnp.int32), EVERYWHERE),
+            (jax.ShapeDtypeStruct((count, len(ROW_INTS) + len(ROW_FLOATS)), jnp.int32), EVERYWHERE),
+            (jax.ShapeDtypeStruct((), jnp.bool_), EVERYWHERE),
+            (self._state(), self._state_parts) if full else (None, EVERYWHERE),
+            out_specs=(EVERYWHERE, EVERYWHERE, EVERYWHERE, self._state_parts if full else EVERYWHERE),
+            donate=(2, 5),
         )
 
     def media_shape(self) -> jax.ShapeDtypeStruct | None:
@@ -277,8 +310,24 @@ class StepPrograms:
             return None
         return jax.ShapeDtypeStruct((self._media_rows, self.hidden_size), self._dtype)
 
-    def state_shape(self) -> SamplerState:
-        """Shape of the per-slot state that a full sample needs."""
+    def fresh_state(self) -> SamplerState:
+        """The per-slot state that a full sample needs: nothing counted, biased or forbidden. Made without a compile."""
+        fills = SamplerState(0, 0, -1)
+        return jax.tree.map(
+            lambda s, fill: jax.device_put(np.full(s.shape, fill, s.dtype), s.sharding),
+            abstract_on(self._mesh, self._state(), self._state_parts),
+            fills,
+        )
+
+    def put(self, value: np.ndarray | np.generic) -> jax.Array:
+        """A host array on every device of the mesh."""
+        return jax.device_put(value, self.everywhere)
+
+    @property
+    def everywhere(self) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, EVERYWHERE)
+
+    def _state(self) -> SamplerState:
         shape = (self._num_slots, self.vocab_size)
         words = (self._num_slots, -(-self.vocab_size // 32))
         return jax.eval_shape(
@@ -289,7 +338,9 @@ class StepPrograms:
 
     def new_cache(self):
         """() -> an empty cache."""
-        return self._get(("cache",), lambda: jax.jit(lambda: self._spec.init(self._num_pages)).lower())
+        where = None if self._mesh is None else NamedSharding(self._mesh, self._cache_parts[0])
+        init = jax.jit(lambda: self._spec.init(self._num_pages), out_shardings=where)
+        return self._get(("cache",), lambda: init.lower())
 
     def set_counts(self):
         """(state, slot, counts [V]) -> state with that slot's counts replaced; the state is donated."""
@@ -305,10 +356,13 @@ class StepPrograms:
 
         return self._get(
             ("set", field),
-            lambda: jax.jit(put, donate_argnums=0).lower(
-                self.state_shape(),
-                jax.ShapeDtypeStruct((), jnp.int32),
-                jax.ShapeDtypeStruct((self.vocab_size,), dtype),
+            lambda: self._lower(
+                put,
+                (self._state(), self._state_parts),
+                (jax.ShapeDtypeStruct((), jnp.int32), EVERYWHERE),
+                (jax.ShapeDtypeStruct((self.vocab_size,), dtype), partition(("vocab",), field)),
+                out_specs=self._state_parts,
+                donate=(0,),
             ),
         )
 
@@ -324,15 +378,10 @@ class StepPrograms:
             scores = jax.lax.map(lambda x: logprobs_of(head.logits(x[0]), x[1]), (hidden, targets))
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)
 
-        hidden, targets = (num_tokens, self.hidden_size), (num_tokens,)
-        return jax.jit(run).lower(
-            self.head_params(self._param_shapes),
-            jax.ShapeDtypeStruct(hidden, self._dtype),
-            jax.ShapeDtypeStruct(targets, jnp.int32),
+        return self._lower(
+            run,
+            (self.head_params(self._param_shapes), self.head_params(self._param_parts)),
+            (jax.ShapeDtypeStruct((num_tokens, self.hidden_size), self._dtype), EVERYWHERE),
+            (jax.ShapeDtypeStruct((num_tokens,), jnp.int32), EVERYWHERE),
+            out_specs=EVERYWHERE,
         )
-
-
-def fresh_state(shape: SamplerState) -> SamplerState:
-    """Nothing counted, biased or forbidden; made without a compile."""
-    zeros = jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype)), shape)
-    return zeros._replace(allowed=jax.device_put(np.full(shape.allowed.shape, -1, np.int32)))

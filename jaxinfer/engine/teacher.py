@@ -13,11 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.engine.request import token_ids as read_ids
 from jaxinfer.errors import RequestError
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
+from jaxinfer.models.params import param_specs
+from jaxinfer.parallel.mesh import partition
+from jaxinfer.parallel.programs import EVERYWHERE, jit_on
 from jaxinfer.values import as_integer, shown
 from jaxinfer.weights.load import Params
 
@@ -27,7 +31,16 @@ _LENGTH_STEP = 128  # lengths are padded to a multiple of this many tokens
 class TeacherForcing:
     """Computes what a model predicts at every position of given tokens."""
 
-    def __init__(self, model: DecoderModel, params: Params, cache_spec: CacheSpec, max_len: int):
+    def __init__(
+        self,
+        model: DecoderModel,
+        params: Params,
+        cache_spec: CacheSpec,
+        max_len: int,
+        *,
+        mesh: Mesh | None = None,
+    ):
+        """mesh: where the parameters are; None: one device."""
         graph, state = nnx.split(model)
         treedef = jax.tree.structure(state)
         self._params = params
@@ -36,17 +49,24 @@ class TeacherForcing:
         self._num_layers: int = model.config.num_layers
         self._vocab_size: int = model.config.vocab_size
         self._groups = len(model.page_groups)
+        param_parts = tuple(partition(s.axes, s.sources[0]) for s in param_specs(model))
+        cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
+        logits_part = partition((None, "vocab"), "logits")
 
-        @functools.partial(jax.jit, static_argnames=("layers", "want_logits"), donate_argnums=2)
-        def run(params, tokens, cache, batch: StepBatch, layers: tuple[int, ...], want_logits: bool):
-            module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))
-            record: dict[int, Any] = dict.fromkeys(layers)
-            hidden, cache = module(tokens, batch, cache, record=record)
-            logits = module.output_head.logits(hidden) if want_logits else None
-            # The written cache is returned so that donating the empty one is of use.
-            return logits, tuple(record[i].astype(jnp.float32) for i in layers), cache
+        @functools.cache
+        def program(layers: tuple[int, ...], want_logits: bool):
+            def run(params, tokens, cache, batch: StepBatch, media):
+                module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))
+                record: dict[int, Any] = dict.fromkeys(layers)
+                hidden, cache = module(tokens, batch, cache, media=media, record=record)
+                logits = module.output_head.logits(hidden) if want_logits else None
+                # The written cache is returned so that donating the empty one is of use.
+                return logits, tuple(record[i].astype(jnp.float32) for i in layers), cache
 
-        self._run = run
+            in_specs = (param_parts, EVERYWHERE, cache_parts, EVERYWHERE, EVERYWHERE)
+            return jit_on(mesh, run, in_specs, (logits_part, EVERYWHERE, cache_parts), donate=(2,))
+
+        self._program = program
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Next-token logits of every position, float32 [T, V].
@@ -108,4 +128,5 @@ class TeacherForcing:
         )
         tokens = np.zeros(block, np.int32)
         tokens[:length] = ids
-        return self._run(self._params, tokens, self._spec.init(pages + 1), batch, layers, want_logits)
+        run = self._program(layers, want_logits)
+        return run(self._params, tokens, self._spec.init(pages + 1), batch, None)

@@ -15,6 +15,7 @@ from jaxinfer.config.model import ModelConfig
 from jaxinfer.kv.cache import StepBatch
 from jaxinfer.kv.pages import PageGroup
 from jaxinfer.models.layers.linear import Embedding
+from jaxinfer.models.params import Axis
 
 Pages = Float[Array, "planes KV P page hd"]
 Cache = tuple[Pages, ...]
@@ -44,6 +45,11 @@ class DecoderModel(nnx.Module):
     @abstractmethod
     def page_groups(self) -> tuple[PageGroup, ...]:
         """How far back the layers of each group look. The groups share the cache's arrays."""
+
+    @property
+    def cache_axes(self) -> tuple[Axis, ...]:
+        """Logical axes of the cache's arrays [planes, KV, P, page, hd]: which of them devices may split."""
+        return (None, "heads", None, None, None)
 
     @property
     @abstractmethod

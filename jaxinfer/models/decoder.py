@@ -12,12 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config.model import ModelConfig
+from jaxinfer.errors import ConfigError
 from jaxinfer.kv.cache import StepBatch
 from jaxinfer.kv.pages import LayerPlace, PageGroup, place_layers
 from jaxinfer.models.base import Cache, CacheLayout, DecoderModel, Pages
 from jaxinfer.models.layers.linear import Embedding
 from jaxinfer.models.layers.norm import RMSNorm
 from jaxinfer.models.layers.rope import RopeTables, inverse_frequencies, rope_tables
+from jaxinfer.models.params import Axis
+from jaxinfer.parallel.collectives import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Decoder(DecoderModel):
         self.config = c
         self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.max_len = max_len
+        self.parts = parts("heads")
+        check_heads(c, self.parts)
         self.groups, self.places = place_layers([look_of(c, i) for i in range(c.num_layers)])
         name, cap = f"{c.tensor_prefix}model", c.final_softcap
         shape = (c.vocab_size, c.hidden_size)
@@ -81,7 +86,13 @@ class Decoder(DecoderModel):
         c, arrays = self.config, 1 + max(place.array for place in self.places)
         if c.mla is not None:
             return CacheLayout(arrays, planes=1, kv_heads=1, head_dim=c.mla.latent_dim)
-        return CacheLayout(arrays, planes=2, kv_heads=c.num_kv_heads, head_dim=c.head_dim)
+        heads = max(c.num_kv_heads, self.parts)  # devices that share a key head each keep a copy
+        return CacheLayout(arrays, planes=2, kv_heads=heads, head_dim=c.head_dim)
+
+    @property
+    def cache_axes(self) -> tuple[Axis, ...]:
+        # A latent belongs to all heads.
+        return super().cache_axes if self.config.mla is None else (None,) * 5
 
     @property
     def output_head(self) -> Embedding:
@@ -147,6 +158,15 @@ class PreNormLayer(nnx.Module):
         mixed, pages = self.attention(self.attention_norm(x), step, pages)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), pages
+
+
+def check_heads(config: ModelConfig, devices: int) -> None:
+    """ConfigError unless heads divide among devices, or devices among key heads."""
+    if config.num_heads % devices:
+        raise ConfigError(f"tp={devices} does not divide {config.num_heads} attention heads")
+    keys = config.num_kv_heads
+    if keys % devices and devices % keys:
+        raise ConfigError(f"tp={devices} and {keys} key heads: neither divides the other")
 
 
 def look_of(config: ModelConfig, layer: int) -> PageGroup:

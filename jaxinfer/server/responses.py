@@ -22,7 +22,12 @@ class _Answer:
     def __init__(self, body: dict[str, Any], prepared: PreparedRequest, model: ServedModel, response_id: str):
         assert model.tokenizer is not None  # prepare has refused it
         self._response = ResponseObject(
-            body, prepared, model.tokenizer, response_id=response_id, created=int(time.time()), model=model.name
+            body,
+            prepared,
+            model.tokenizer,
+            response_id=response_id,
+            created=int(time.time()),
+            model=model.name,
         )
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 // y[M, N] = x[M, K] w[N, K]^T with float32 accumulation, for float32 and bfloat16 weights in the checkpoint's row-major layout and for
-// weights in blocks of 32 codes with a scale (see blocks.py).
+// weights in blocks of 32 codes with a scale (see blocks.py); or the same for groups of rows of x, each with a matrix of its own.
 //
 // A thread takes kGrain rows of w at a time. With few rows of x it reads them once, at memory speed. With many it widens them to
 // float32 first; they then stay in the second-level cache, while a tile of x stays in the first, for K in parts that
 // let it. The order in which a sum is made does not depend on how many rows there are. A tile keeps MR x NR sums of 16 lanes in registers and adds the lanes up at its end.
-#include "native.h"
+#include "linear/products.h"
+
+#include <string>
 
 namespace jaxinfer {
 namespace {
@@ -153,16 +155,22 @@ void Meet(const float* x, int64_t m, int64_t ldx, const W& w, int64_t n, int64_t
   }
 }
 
-// `rows_from(first, count)` gives a thread its rows of w.
+// `rows_from(matrix, first, count)` gives a thread its rows of w.
 template <class RowsFrom>
-void Multiply(ffi::ThreadPool& pool, const float* x, RowsFrom rows_from, float* y, int64_t m, int64_t n, int64_t k) {
+void MultiplyBy(ffi::ThreadPool& pool, const float* x, RowsFrom rows_from, const std::vector<Group>& groups, float* y, int64_t n,
+                int64_t k) {
   // As many shares for one thread as for another, each of whole tiles.
-  const int64_t shares = 2 * pool.num_threads();
+  const int64_t count = groups.size();
+  const int64_t shares = (2 * pool.num_threads() + count - 1) / count;
   const int64_t items = ((n + kGrain - 1) / kGrain + shares - 1) / shares * shares;
   const int64_t grain = ((n + items - 1) / items + kRows - 1) / kRows * kRows;
-  ParallelFor(pool, (n + grain - 1) / grain, [&](int64_t item) {
-    const int64_t first = item * grain, rows = std::min(n - first, grain);
-    const auto mine = rows_from(first, rows);
+  const int64_t per_group = (n + grain - 1) / grain;
+  ParallelFor(pool, count * per_group, [&](int64_t item) {
+    const Group& group = groups[item / per_group];
+    const int64_t m = group.rows, first = item % per_group * grain, rows = std::min(n - first, grain);
+    const float* my_x = x + group.first * k;
+    float* my_y = y + group.first * n + first;
+    const auto mine = rows_from(group.matrix, first, rows);
     using W = std::decay_t<decltype(mine)>;
     for (int64_t depth = 0; depth < k; depth += kDepth) {
       const int64_t part = std::min(k - depth, kDepth);
@@ -175,63 +183,92 @@ void Multiply(ffi::ThreadPool& pool, const float* x, RowsFrom rows_from, float* 
             if constexpr (W::kStep > kLanes) Store(wide + r * part + i + kLanes, here.template Load<kLanes>(r, i));
           }
         }
-        Meet(x + depth, m, k, Dense<float>{wide, part}, rows, part, y + first, n, depth > 0);
+        Meet(my_x + depth, m, k, Dense<float>{wide, part}, rows, part, my_y, n, depth > 0);
       } else {
-        Meet(x + depth, m, k, here, rows, part, y + first, n, depth > 0);
+        Meet(my_x + depth, m, k, here, rows, part, my_y, n, depth > 0);
       }
     }
   });
 }
 
-// As Multiply, for weights in blocks: each thread widens the scales of its rows first.
-template <class W, class Code>
-void MultiplyBlocks(ffi::ThreadPool& pool, const float* x, const Code* codes, const F16* scales, float* y, int64_t m, int64_t n,
-                    int64_t k) {
-  const int64_t stride = W::RowBytes(k);
-  const int64_t per_row = k / W::kStep * W::kScales;
-  auto rows_from = [=](int64_t first, int64_t rows) {
-    const int64_t count = rows * per_row;
-    float* wide = Scratch<float, 1>(count + kLanes);
-    const F16* from = scales + first * per_row;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) Store(wide + i, Load(from + i));
-    if (i < count) {
-      F16 rest[kLanes] = {};
-      std::copy(from + i, from + count, rest);
-      Store(wide + i, Load(rest));
-    }
-    return W{codes + first * stride, stride, wide, per_row};
+template <class T>
+void MultiplyPlain(ffi::ThreadPool& pool, const float* x, const Weights& w, const std::vector<Group>& groups, float* y) {
+  const T* values = static_cast<const T*>(w.values);
+  auto rows_from = [=, n = w.n, k = w.k](int64_t matrix, int64_t first, int64_t) {
+    return Dense<T>{values + (matrix * n + first) * k, k};
   };
-  Multiply(pool, x, rows_from, y, m, n, k);
+  MultiplyBy(pool, x, rows_from, groups, y, w.n, w.k);
+}
+
+// Stored scales as Nibbles and Bytes want them.
+void Widen(const F16* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) Store(to + i, Load(from + i));
+  if (i < count) {
+    F16 rest[kLanes] = {};
+    std::copy(from + i, from + count, rest);
+    Store(to + i, Load(rest));
+  }
+}
+
+// (code - 8) * scale is code * scale plus an offset, with nothing rounded.
+void Widen(const BF16* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof(scale));
+    to[2 * i] = scale;
+    to[2 * i + 1] = -8 * scale;
+  }
+}
+
+// Each thread widens the scales of its rows first. Scale, kStored: the type of the stored ones, and how many a block has.
+template <class W, class Code, class Scale, int kStored>
+void MultiplyBlocks(ffi::ThreadPool& pool, const float* x, const Weights& w, const std::vector<Group>& groups, float* y) {
+  const Code* codes = static_cast<const Code*>(w.values);
+  const Scale* scales = static_cast<const Scale*>(w.scales);
+  const int64_t stride = W::RowBytes(w.k), blocks = w.k / W::kStep;
+  auto rows_from = [=, n = w.n](int64_t matrix, int64_t first, int64_t rows) {
+    const int64_t row = matrix * n + first;
+    float* wide = Scratch<float, 1>(rows * blocks * W::kScales + kLanes);
+    Widen(scales + row * blocks * kStored, rows * blocks * kStored, wide);
+    return W{codes + row * stride, stride, wide, blocks * W::kScales};
+  };
+  MultiplyBy(pool, x, rows_from, groups, y, w.n, w.k);
+}
+
+ffi::Error MultiplyAll(ffi::ThreadPool& pool, const ffi::Buffer<ffi::F32>& x, const Weights& w, float* y) {
+  const int64_t rows = x.dimensions()[0];
+  if (rows == 0) return ffi::Error::Success();
+  return Multiply(pool, x.typed_data(), w, {{0, 0, rows}}, y);
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                   ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = w.dimensions()[0];
-  if (k % kLanes != 0) return ffi::Error::InvalidArgument("linear: the inner dimension must be a multiple of 16");
-  auto run = [&](auto* weights) {
-    using T = std::decay_t<decltype(*weights)>;
-    auto rows_from = [=](int64_t first, int64_t) { return Dense<T>{weights + first * k, k}; };
-    Multiply(pool, x.typed_data(), rows_from, y->typed_data(), m, n, k);
-  };
-  if (w.element_type() == ffi::BF16) run(static_cast<const jaxinfer::BF16*>(w.untyped_data()));
-  else run(static_cast<const float*>(w.untyped_data()));
-  return ffi::Error::Success();
+  return MultiplyAll(pool, x, PlainWeights(w), y->typed_data());
 }
 
-ffi::Error LinearBlocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::Buffer<ffi::F16> scales,
+ffi::Error LinearBlocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
                         ffi::Result<ffi::Buffer<ffi::F32>> y) {
-  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = codes.dimensions()[0];
-  if (k % (2 * kLanes) != 0) return ffi::Error::InvalidArgument("linear: the inner dimension must be a multiple of 32");
-  const F16* widths = static_cast<const F16*>(scales.untyped_data());
-  if (codes.element_type() == ffi::U8)
-    MultiplyBlocks<Nibbles>(pool, x.typed_data(), static_cast<const uint8_t*>(codes.untyped_data()), widths, y->typed_data(), m, n, k);
-  else
-    MultiplyBlocks<Bytes>(pool, x.typed_data(), static_cast<const int8_t*>(codes.untyped_data()), widths, y->typed_data(), m, n, k);
-  return ffi::Error::Success();
+  return MultiplyAll(pool, x, WeightsInBlocks(codes, scales), y->typed_data());
 }
 
 }  // namespace
+
+ffi::Error Multiply(ffi::ThreadPool& pool, const float* x, const Weights& w, const std::vector<Group>& groups, float* y) {
+  const int64_t step = w.InBlocks() ? 2 * kLanes : kLanes;
+  if (w.k % step != 0)
+    return ffi::Error::InvalidArgument("linear: the inner dimension must be a multiple of " + std::to_string(step));
+  switch (w.kind) {
+    case Weights::Kind::kFloat32: MultiplyPlain<float>(pool, x, w, groups, y); break;
+    case Weights::Kind::kBFloat16: MultiplyPlain<BF16>(pool, x, w, groups, y); break;
+    case Weights::Kind::kInt4: MultiplyBlocks<Nibbles, uint8_t, F16, 2>(pool, x, w, groups, y); break;
+    case Weights::Kind::kInt4Symmetric: MultiplyBlocks<Nibbles, uint8_t, BF16, 1>(pool, x, w, groups, y); break;
+    case Weights::Kind::kInt8: MultiplyBlocks<Bytes, int8_t, F16, 1>(pool, x, w, groups, y); break;
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace jaxinfer
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_linear, jaxinfer::Linear,
@@ -246,5 +283,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxinfer_linear_blocks, jaxinfer::LinearBlocks,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F16>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native
-from pallas_kernels.linear import BLOCK, BlockKind, BlockWeights, linear
+from pallas_kernels.linear import BlockKind, BlockWeights, linear
 
 
 def test_the_kernels_are_built_here():
@@ -38,31 +38,39 @@ def test_equals_the_product(impl: str, weights: str, values: str):
                 )
 
 
-def random_blocks(rng: np.random.Generator, kind: BlockKind, n: int, k: int) -> BlockWeights:
+def random_blocks(rng: np.random.Generator, kind: BlockKind, *shape: int) -> BlockWeights:
     """Every code, and scales of every size a float16 has."""
-    codes, scales = BlockWeights.abstract(kind, (n, k))
+    codes, scales = BlockWeights.abstract(kind, shape)
     low, high = np.iinfo(codes.dtype).min, np.iinfo(codes.dtype).max
     values = rng.standard_normal(scales.shape) * 2.0 ** rng.integers(-22, 2, scales.shape)
     return BlockWeights(
         jnp.asarray(rng.integers(low, high, codes.shape, codes.dtype, endpoint=True)),
-        jnp.asarray(values, jnp.float16),
+        jnp.asarray(values, scales.dtype),
     )
 
 
+def values_of(w: BlockWeights) -> np.ndarray:
+    """What BlockWeights says that its codes and scales mean, in float64."""
+    scales = np.asarray(w.scales, np.float64)
+    blocks = np.asarray(w.codes).reshape(*scales.shape[:-1], -1)
+    if w.codes.dtype == jnp.uint8:
+        blocks = np.concatenate([blocks & 15, blocks >> 4], -1)
+    if w.scales.dtype == jnp.bfloat16:
+        blocks = blocks - 8.0
+    offsets = scales[..., 1:] if scales.shape[-1] == 2 else 0
+    return (blocks * scales[..., :1] + offsets).reshape(w.shape)
+
+
 @pytest.mark.parametrize("impl", ["reference", "native", "auto"])
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", get_args(BlockKind))
 def test_weights_in_blocks(impl: str, kind: BlockKind):
     """Rows of x around the edges of a tile and around the 32 up to which weights are not widened first."""
     rng = np.random.default_rng(0)
     for n, k in ((3, 32), (64, 800), (67, 800)):
         w = random_blocks(rng, kind, n, k)
-        assert w.shape == (n, k)
+        assert (w.kind, w.shape) == (kind, (n, k))
+        values = values_of(w)
         scales = np.asarray(w.scales, np.float64)
-        blocks = np.asarray(w.codes).reshape(n, k // BLOCK, -1)
-        if kind == "int4":
-            blocks = np.concatenate([blocks & 15, blocks >> 4], -1)
-        values = blocks * scales[..., :1] + (scales[..., 1:] if kind == "int4" else 0)
-        values = values.reshape(n, k)
         np.testing.assert_allclose(w.dense(), values, rtol=2e-7, atol=2e-7 * np.abs(scales).max())
         rows = np.array([n - 1, 0, n + 5])
         np.testing.assert_allclose(w.rows(jnp.asarray(rows)), w.dense()[np.minimum(rows, n - 1)])
@@ -73,7 +81,7 @@ def test_weights_in_blocks(impl: str, kind: BlockKind):
             np.testing.assert_allclose(linear(x, w, impl=impl), expected, atol=bound)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *get_args(BlockKind)])
 def test_a_row_does_not_depend_on_its_company(kind: str):
     rng = np.random.default_rng(2)
     plain = jnp.asarray(rng.standard_normal((67, 800)), kind if "float" in kind else "float32")
@@ -87,6 +95,23 @@ def test_a_row_does_not_depend_on_its_company(kind: str):
 def test_blocks_must_divide_a_row():
     with pytest.raises(ValueError, match="40 values do not divide into blocks of 32"):
         BlockWeights.abstract("int4", (2, 40))
+
+
+def test_symmetric_codes_lose_nothing():
+    """Four bits times bfloat16's eight fit into float32: every value, and a product with one of them, is exact."""
+    w = random_blocks(np.random.default_rng(3), "int4_symmetric", 5, 64)
+    np.testing.assert_array_equal(w.dense(), values_of(w))
+    np.testing.assert_array_equal(linear(jnp.eye(64), w, impl="native").T, values_of(w))
+
+
+@pytest.mark.parametrize("kind", get_args(BlockKind))
+def test_leading_axes(kind: BlockKind):
+    w = random_blocks(np.random.default_rng(4), kind, 2, 3, 5, 64)
+    np.testing.assert_allclose(w.dense(), values_of(w), rtol=1e-6)
+    for shape in ((6, 5, 64), (-1, 64), (2, 15, 64)):
+        np.testing.assert_array_equal(w.reshape(*shape).dense(), w.dense().reshape(shape))
+    with pytest.raises(ValueError, match="rows of 64 values in blocks cannot become rows of 32"):
+        w.reshape(-1, 32)
 
 
 @pytest.mark.parametrize("m", [1, 6, 40])

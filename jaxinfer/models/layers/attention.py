@@ -17,6 +17,7 @@ from jaxinfer.kv.pages import LayerPlace, PageGroup
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.norm import RMSNorm
 from jaxinfer.models.layers.rope import apply_rope
+from jaxinfer.parallel.collectives import part_index, parts
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import rms_norm
 
@@ -24,6 +25,7 @@ if typing.TYPE_CHECKING:
     from jaxinfer.models.decoder import Step
 
 Pages = Float[Array, "2 KV P page hd"]
+Heads = Float[Array, "T _ hd"]
 
 
 class Attention(nnx.Module):
@@ -49,17 +51,18 @@ class Attention(nnx.Module):
         self.rope: Literal["local", "global"] | None = "local" if local else "global"
         if index in c.unrotated:
             self.rope = None
-        self.qkv = Linear(
-            {
-                f"{name}.q_proj": c.num_heads * c.head_dim,
-                f"{name}.k_proj": c.num_kv_heads * c.head_dim,
-                f"{name}.v_proj": c.num_kv_heads * c.head_dim,
-            },
-            c.hidden_size,
-            axes=("heads", "embed"),
-            dtype=dtype,
-            bias=c.attention_bias,
-        )
+        widths = {f"{name}.{x}_proj": n * c.head_dim for x, n in zip("qkv", self._heads(), strict=True)}
+        options = {"dtype": dtype, "bias": c.attention_bias}
+        if parts("heads") <= c.num_kv_heads:
+            groups = c.num_kv_heads
+            self.qkv = Linear(widths, c.hidden_size, axes=("heads", "embed"), groups=groups, **options)
+            self.q = self.kv = None
+        else:  # several devices share a key head, and each needs it
+            self.qkv = None
+            q_name, *kv_names = widths
+            kv_widths = {x: widths[x] for x in kv_names}
+            self.q = Linear({q_name: widths[q_name]}, c.hidden_size, axes=("heads", "embed"), **options)
+            self.kv = Linear(kv_widths, c.hidden_size, axes=(None, "embed"), **options)
         self.out = Linear(
             {f"{name}.o_proj": c.hidden_size},
             c.num_heads * c.head_dim,
@@ -77,11 +80,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], step: Step, pages: Pages) -> tuple[Float[Array, "T D"], Pages]:
         c = self.config
-        q, k, v = jnp.split(
-            self.qkv(x).reshape(x.shape[0], -1, c.head_dim),
-            [c.num_heads, c.num_heads + c.num_kv_heads],
-            axis=1,
-        )
+        q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -104,6 +103,26 @@ class Attention(nnx.Module):
             softcap=c.attention_softcap,
         )
         return self.out(mixed.reshape(x.shape[0], -1)), pages
+
+    def _heads(self) -> tuple[int, int, int]:
+        c = self.config
+        return c.num_heads, c.num_kv_heads, c.num_kv_heads
+
+    def _project(self, x: Float[Array, "T D"]) -> tuple[Heads, Heads, Heads]:
+        """Queries, keys and values of this device's heads."""
+        c = self.config
+        per_key = c.num_heads // c.num_kv_heads
+        if self.qkv is not None:
+            y = self.qkv(x).reshape(x.shape[0], -1, per_key + 2, c.head_dim)
+            q = y[:, :, :per_key].reshape(x.shape[0], -1, c.head_dim)
+            return q, y[:, :, per_key], y[:, :, per_key + 1]
+        assert self.q is not None
+        assert self.kv is not None
+        q = self.q(x).reshape(x.shape[0], -1, c.head_dim)
+        kv = self.kv(x).reshape(x.shape[0], 2 * c.num_kv_heads, c.head_dim)
+        own = part_index("heads") // (parts("heads") // c.num_kv_heads)
+        k, v = (jax.lax.dynamic_slice_in_dim(kv, start + own, 1, axis=1) for start in (0, c.num_kv_heads))
+        return q, k, v
 
     def _temperature(self, positions: Int[Array, " T"]) -> Float[Array, "T 1 1"]:
         """Sharpens far queries of layers that do not know positions (Llama 4's release)."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -17,14 +20,18 @@ _ACTIVATIONS = {
 }
 
 
+def activation(name: str) -> Callable[[Array], Array]:
+    """The function that config.json calls so. Raises ConfigError when it is not known."""
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"hidden_act {name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
 class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)), with gate and up in one product."""
 
     def __init__(self, name: str, width: int, hidden: int, *, act: str, bias: bool = False, dtype: DTypeLike):
-        if act not in _ACTIVATIONS:
-            raise ConfigError(f"hidden_act {act!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
-        self.act = act
-        self.hidden = hidden
+        self.act = activation(act)
         self.gate_up = Linear(
             {f"{name}.gate_proj": hidden, f"{name}.up_proj": hidden},
             width,
@@ -39,5 +46,6 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         # Rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time.
         gate_up = self.gate_up.wide(x)
-        hidden = _ACTIVATIONS[self.act](gate_up[:, : self.hidden]) * gate_up[:, self.hidden :]
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        hidden = self.act(gate) * up
         return self.down(hidden.astype(x.dtype))
