@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli import ArgumentParser, guarded
+from jaxinfer.engine_flags import add_engine_flags, load_model
 from jaxinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,19 +61,7 @@ def _main(argv: Sequence[str]) -> int:
         "--request-rate", type=float, metavar="R", help="requests a second, Poisson (default: all at once)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of the weights (default: as stored)"
-    )
-    parser.add_argument(
-        "--weights",
-        choices=("auto", "packed", "dense"),
-        default="auto",
-        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
-    )
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
-    parser.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
-    )
+    add_engine_flags(parser)
     args = parser.parse(argv)
     if not args.model:
         parser.error("--model is required")
@@ -84,16 +73,8 @@ def _main(argv: Sequence[str]) -> int:
     if args.request_rate is not None and args.request_rate <= 0:
         raise ConfigError(f"--request-rate must be above 0, got {args.request_rate}")
 
-    from jaxinfer.api import LLM
-
-    options = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
     start = time.perf_counter()
-    llm = LLM(
-        args.model,
-        dtype=args.dtype,
-        weights=args.weights,
-        **{k: v for k, v in options.items() if v is not None},
-    )
+    llm = load_model(args)
     load_s = time.perf_counter() - start
     requests = _requests(args, llm.vocab_size)
     seconds = _serve(llm, requests)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfer.cachedir import cache_root
@@ -16,6 +17,16 @@ from jaxinfer.cachedir import cache_root
 def platform() -> str:
     """ "cpu" or "gpu": where computations run by default."""
     return jax.default_backend()
+
+
+def make_cpu_devices(count: int) -> None:
+    """Splits the CPU into so many devices, if JAX has not started yet, runs on CPU, and nobody has said how many."""
+    if xla_bridge.backends_are_initialized() or "xla_force_host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        return
+    if jax.config.jax_num_cpu_devices < count:
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def use_compilation_cache() -> None:

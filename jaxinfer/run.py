@@ -25,6 +25,7 @@ from jaxinfer.batch.results import plain_answer
 from jaxinfer.batch.runner import MAX_IN_FLIGHT, PLAIN_DEFAULTS, run_batch
 from jaxinfer.cli import ArgumentParser, guarded
 from jaxinfer.engine.request import RequestOutput
+from jaxinfer.engine_flags import add_engine_flags, load_model
 from jaxinfer.errors import ConfigError, JaxinferError
 from jaxinfer.protocol.parse import parse_chat_request, parse_plain_request
 from jaxinfer.protocol.prompt import PreparedRequest, prepare
@@ -105,20 +106,7 @@ def _parser() -> ArgumentParser:
     sampling = parser.add_argument_group("generation")
     for name, options in _REQUEST_FLAGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, **options)
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and arithmetic (default: by model)"
-    )
-    engine.add_argument(
-        "--weights",
-        choices=("auto", "packed", "dense"),
-        default="auto",
-        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
-    )
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
-    )
-    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
+    add_engine_flags(parser)
     return parser
 
 
@@ -141,16 +129,8 @@ def _check_combination(parser: ArgumentParser, args: argparse.Namespace) -> None
 
 
 def _load(args: argparse.Namespace, **options: Any) -> LLM:
-    chosen = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs, **options}
     with _status(f"loading {args.model}", plain=args.input is not None):
-        from jaxinfer.api import LLM
-
-        return LLM(
-            args.model,
-            dtype=args.dtype,
-            weights=args.weights,
-            **{k: v for k, v in chosen.items() if v is not None},
-        )
+        return load_model(args, **options)
 
 
 @contextlib.contextmanager

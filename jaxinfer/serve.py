@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli import ArgumentParser, guarded
 from jaxinfer.config.server import ServerConfig
+from jaxinfer.engine_flags import add_engine_flags, load_model
 
 if TYPE_CHECKING:
     from jaxinfer.api import LLM
@@ -68,15 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if file is not None:
             Keys(file)  # what is wrong with it is better said before the model is loaded
     print(f"loading {args.model}", file=sys.stderr, flush=True)
-    from jaxinfer.api import LLM
-
-    options = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
-    llm = LLM(
-        args.model,
-        dtype=args.dtype,
-        weights=args.weights,
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    llm = load_model(args)
     asyncio.run(_serve(llm, config))
     return 0
 
@@ -134,20 +127,7 @@ async def _serve(llm: LLM, config: ServerConfig) -> None:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="jaxinfer serve", description="Serve a model over the OpenAI API.")
     parser.add_argument("--model", metavar="M", help="preset, directory, .gguf file or hub id")
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and arithmetic (default: by model)"
-    )
-    engine.add_argument(
-        "--weights",
-        choices=("auto", "packed", "dense"),
-        default="auto",
-        help="keep weights in the blocks of codes they are stored in, or spread them out (default: packed where that is faster)",
-    )
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="longest prompt and completion, tokens"
-    )
-    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
+    add_engine_flags(parser)
     server = parser.add_argument_group("server")
     types = typing.get_type_hints(ServerConfig)
     for field in dataclasses.fields(ServerConfig):

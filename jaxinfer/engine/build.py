@@ -79,6 +79,8 @@ def build_engine(
       CheckpointError: the model cannot be read.
       ConfigError: the settings cannot work; the message names the numbers that disagree.
     """
+    parallel = parallel or MeshConfig()
+    compat.make_cpu_devices(parallel.num_devices)
     compat.use_compilation_cache()
     clock = _Clock()
     checkpoint = open_checkpoint(model)
@@ -96,7 +98,6 @@ def build_engine(
     # CPUs multiply in float32, so hidden states may as well keep its bits: the C++ kernels take them so.
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
-    parallel = parallel or MeshConfig()
     mesh = make_mesh(parallel) if parallel.num_devices > 1 else None
     with on_mesh(mesh):
         module = family.model(

@@ -90,7 +90,7 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        experts, weights = self._route(x)
+        experts, weights = self.route(x)
         own = self.down.num_experts
         # Pairs of a token and an expert, sorted by expert; those of other devices' experts come last and give zeros.
         chosen = (experts - part_index("experts") * own).reshape(-1)
@@ -111,7 +111,7 @@ class MoE(nnx.Module):
             total = total + self.shared(x).astype(jnp.float32)
         return total.astype(x.dtype)
 
-    def _route(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    def route(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """The experts that each token goes to, and their weights in float32."""
         c = self.config
         logits = self.router.wide(x)

@@ -1,0 +1,1 @@
+"""Vision towers: from pixels to the rows that stand for images in a prompt."""
