@@ -38,6 +38,7 @@ class LLM:
     Attributes:
       engine: the engine itself, for callers that add and step requests on their own.
       params: the model's weights on the device, in the order of jaxinfer.models.params.param_specs.
+      tower: the model's vision tower, None for models of text alone.
       start_seconds: what the phases of opening the model took.
       tokenizer, chat_template: None for checkpoints that have none.
       generation_defaults: sampling settings that the checkpoint recommends.
@@ -69,6 +70,7 @@ class LLM:
         self.engine = built.engine
         self.model_config = built.model.config
         self.params = built.params
+        self.tower = built.tower
         self.start_seconds = built.seconds
         self.tokenizer = built.tokenizer
         self.chat_template = None if built.tokenizer is None else ChatTemplate.from_tokenizer(built.tokenizer)
@@ -76,7 +78,12 @@ class LLM:
         self.max_model_len = built.engine.config.max_model_len
         self.vocab_size = built.model.config.vocab_size
         self._teacher = TeacherForcing(
-            built.model, built.params, built.cache_spec, self.max_model_len, mesh=built.mesh
+            built.model,
+            built.params,
+            built.cache_spec,
+            self.max_model_len,
+            tower=built.tower,
+            mesh=built.mesh,
         )
         self._ids = itertools.count()
 
@@ -128,10 +135,19 @@ class LLM:
         pixel_values: np.ndarray | None = None,
         image_grid_thw: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Teacher-forced next-token logits of every position, float32 [T, V]."""
-        if pixel_values is not None or image_grid_thw is not None:
+        """Teacher-forced next-token logits of every position, float32 [T, V].
+
+        Args:
+          pixel_values: tiles [N, 3, size, size] (Llama 4) or patches [N, 3, patch, patch] (Kimi) of all images, one after the
+            other; each placeholder among the tokens stands for a row that the vision tower makes of them.
+          image_grid_thw: [images, 3] patches in time, height and width, for models that take images of any shape.
+        """
+        if pixel_values is None:
+            return self._teacher.logits(token_ids)
+        grids = None if image_grid_thw is None else np.asarray(image_grid_thw).tolist()
+        if self.tower is None:
             raise RequestError(f"{self.model_name} takes no images", param="pixel_values")
-        return self._teacher.logits(token_ids)
+        return self._teacher.logits(token_ids, self.tower.split(np.asarray(pixel_values), grids))
 
     def hidden_states(
         self, token_ids: Sequence[int] | np.ndarray, layers: Sequence[int]

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _TARGETS = {  # folder of native.cc: its custom-call targets, each named jaxinfer_NAME
     "grouped_linear": ("grouped_linear", "grouped_linear_blocks"),
     "linear": ("linear", "linear_blocks"),
+    "mla_attention": ("mla_attention",),
     "paged_attention": ("paged_attention",),
     "rms_norm": ("rms_norm",),
 }

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.batch.lines import BatchLine
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import RequestOutput, SamplingParams
+from jaxinfer.media.item import MediaItem
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from jaxinfer.config.vision import Llama4VisionConfig, MoonViTConfig
 from jaxinfer.errors import ConfigError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
@@ -129,6 +130,7 @@ class ModelConfig:
       qk_norm: of each head's queries and keys: "learned" RMSNorm before rotation, or "plain" without weights after it,
         in rotated layers only.
       embed_scale: factor on embeddings.
+      vision: the tower that makes embeddings of images; None: text alone.
       image_token_id: the placeholder that stands in a prompt for each row of an image's embeddings; None: no images.
       tensor_prefix: what the names of the language model's tensors start with, before "model." and "lm_head.".
       dtype: of the stored weights.
@@ -162,6 +164,7 @@ class ModelConfig:
     temperature_floor: float = 1.0
     qk_norm: Literal["", "learned", "plain"] = ""
     embed_scale: float = 1.0
+    vision: Llama4VisionConfig | MoonViTConfig | None = None
     image_token_id: int | None = None
     tensor_prefix: str = ""
     moe: MoEConfig | None = None

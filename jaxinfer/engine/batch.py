@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.engine.buckets import Bucket, BucketTable
+from jaxinfer.engine.layout import ROW_FLOATS, ROW_INTS, ForwardLayout
 from jaxinfer.engine.media import PromptMedia
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.engine.sequence import Sequence, Step
-from jaxinfer.engine.steps import ROW_FLOATS, ROW_INTS, ForwardLayout
 
 _POSITION = ROW_INTS.index("position")
 

@@ -26,7 +26,8 @@ from jaxinfer.kv.cache import CacheSpec
 from jaxinfer.kv.manager import KVManager, pages_for_one
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.params import ParamSpec, keep_blocks
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.registry import family_for, make_tower
+from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import on_mesh
 from jaxinfer.parallel.mesh import make_mesh, sharding
 from jaxinfer.text.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class Built:
     engine: Engine
     programs: StepPrograms
     model: DecoderModel
+    tower: VisionTower | None
     params: Params
     cache_spec: CacheSpec
     mesh: Mesh | None  # None: one device
@@ -103,12 +105,13 @@ def build_engine(
         module = family.model(
             config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len
         )
+        tower = make_tower(config, dtype=served, compute_dtype=compute)
     clock.lap("open")
     if keeps_blocks(weights, dtype, can_multiply=widen):
         kept = keep_blocks(module, checkpoint.block_kind)
         if weights == "packed" and not kept:
             raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
-    params = load_params(module, checkpoint, mesh and partial(_sharding, mesh))
+    params = load_params(module, checkpoint, mesh and partial(_sharding, mesh), tower=tower)
     clock.lap("weights")
 
     spec = cache_spec(module, engine_config, served)
@@ -134,6 +137,7 @@ def build_engine(
         num_pages=engine_config.num_pages,
         num_slots=num_slots,
         table_width=width,
+        tower=tower,
         media_rows=engine_config.max_media_tokens,
         mesh=mesh,
         keep=True,
@@ -152,11 +156,20 @@ def build_engine(
         eos_token_ids=end_ids(config, checkpoint.generation_config, tokenizer),
         vocab_size=config.vocab_size,
         table_width=width,
-        image_token_id=config.image_token_id if module.vision is not None else None,
+        image_token_id=None if tower is None else config.image_token_id,
     )
     clock.lap("tokenizer and cache")
     return Built(
-        engine, programs, module, params, spec, mesh, tokenizer, checkpoint.generation_config, clock.seconds
+        engine,
+        programs,
+        module,
+        tower,
+        params,
+        spec,
+        mesh,
+        tokenizer,
+        checkpoint.generation_config,
+        clock.seconds,
     )
 
 

@@ -21,7 +21,7 @@ from jaxinfer.engine.batch import BatchBuilder, StepArrays
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
 from jaxinfer.engine.constraint import GrammarCompiler, Matcher
-from jaxinfer.engine.media import MediaItem, MediaRows, PromptMedia, place_media
+from jaxinfer.engine.media import MediaRows, PromptMedia, place_media
 from jaxinfer.engine.request import (
     CompletionOutput,
     EngineLoad,
@@ -37,6 +37,7 @@ from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import PrefillChunk, Sequence
 from jaxinfer.errors import RequestError
 from jaxinfer.kv.manager import KVManager
+from jaxinfer.media.item import MediaItem
 from jaxinfer.text.detokenizer import IncrementalDetokenizer
 from jaxinfer.text.tokenizer import Tokenizer
 

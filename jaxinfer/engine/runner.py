@@ -14,6 +14,7 @@ from jaxinfer import compat
 from jaxinfer.engine.batch import StepArrays
 from jaxinfer.engine.sampling import Logprobs, SamplerState
 from jaxinfer.engine.steps import StepPrograms
+from jaxinfer.media.item import MediaItem
 from jaxinfer.weights.load import Params
 
 
@@ -43,7 +44,7 @@ class ModelRunner:
         num_slots: int,
     ):
         self.programs = programs
-        self._params = params
+        self._params, self._tower_params = params[: programs.num_params], params[programs.num_params :]
         self._head = programs.head_params(params)
         self._cache = cache
         self._last_tokens = programs.put(np.zeros(num_slots, np.int32))
@@ -77,6 +78,18 @@ class ModelRunner:
         if self._copies:
             tokens.copy_to_host_async()
         return Dispatched(tokens, scores if logprobs else None, hidden)
+
+    def encode(self, item: MediaItem, rows: list[int]) -> None:
+        """Starts an image's way through the vision tower, into these rows of the media buffer."""
+        start = 0
+        tower = self.programs.tower
+        assert tower is not None
+        for batch in tower.batches(item.pixel_values, item.grid_thw):
+            index = np.full(tower.num_rows(batch.size), np.iinfo(np.int32).max, np.int32)
+            index[: batch.num_rows] = rows[start : start + batch.num_rows]
+            start += batch.num_rows
+            encode = self.programs.encode(batch.size)
+            self._media = encode(self._tower_params, self._media, batch.arrays, index)
 
     def score(self, step: Dispatched, targets: np.ndarray) -> Logprobs:
         """Log-probabilities of `targets` [T] given each of a step's hidden states."""

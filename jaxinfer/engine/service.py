@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import EngineLoad, RequestOutput, SamplingParams, TokenLogprob
+from jaxinfer.media.item import MediaItem
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,12 @@ import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -28,50 +27,18 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer import compat
 from jaxinfer.engine.buckets import Bucket, BucketTable
 from jaxinfer.engine.executables import ExecutableStore, class_digest, environment_parts
+from jaxinfer.engine.layout import ROW_FLOATS, ROW_INTS, ForwardLayout
+from jaxinfer.engine.modules import FlatModule
 from jaxinfer.engine.sampling import Logprobs, RowParams, SamplerState, logprobs_of, sample
 from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
-from jaxinfer.models.params import param_specs
+from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.mesh import partition
 from jaxinfer.parallel.programs import EVERYWHERE, abstract_on, jit_on
 
 Cache = tuple[jax.Array, ...]
 
-ROW_INTS = ("slot", "top_k", "seed_low", "seed_high", "position")
-ROW_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _SCORE_ROWS = 64  # prompt positions whose logits exist at once
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardLayout:
-    """How one int32 array carries a step's tokens, positions, kv lengths, rows to sample for, and page tables.
-
-    A token below 0 stands for the last token sampled in slot -1 - token, which the host may not have read yet.
-    """
-
-    bucket: Bucket
-    groups: int
-    table_width: int
-
-    @property
-    def size(self) -> int:
-        b = self.bucket
-        return 2 * b.num_tokens + b.samples + b.num_rows * (1 + self.groups * self.table_width)
-
-    def views(self, ints: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """tokens [T], positions [T], kv_lens [R], samples [S], tables [G, R, pages] of an array (numpy or JAX) of `size`."""
-        t, r, s = self.bucket.num_tokens, self.bucket.num_rows, self.bucket.samples
-        tokens, positions, kv_lens, samples, tables = (
-            ints[start:stop]
-            for start, stop in (
-                (0, t),
-                (t, 2 * t),
-                (2 * t, 2 * t + r),
-                (2 * t + r, 2 * t + r + s),
-                (2 * t + r + s, None),
-            )
-        )
-        return tokens, positions, kv_lens, samples, tables.reshape(self.groups, r, self.table_width)
 
 
 class StepPrograms:
@@ -79,6 +46,7 @@ class StepPrograms:
 
     Attributes:
       num_compiled: programs built so far; constant once `compile_all` has returned.
+      tower: the model's vision tower, if it has one.
     """
 
     def __init__(
@@ -90,6 +58,7 @@ class StepPrograms:
         num_pages: int,
         num_slots: int,
         table_width: int,
+        tower: VisionTower | None = None,
         media_rows: int = 0,
         mesh: Mesh | None = None,
         keep: bool = False,
@@ -97,27 +66,22 @@ class StepPrograms:
         """
         Args:
           num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding.
+          tower: makes embeddings of images.
           media_rows: size of the buffer of image embeddings, of models with a vision tower.
           mesh: what the programs run on; None: one device.
           keep: programs are read from the user cache where they are there, and written to it where they are not.
         """
         self._model = model
-        self._graph, state = nnx.split(model)
-        self._treedef = jax.tree.structure(state)
-        self._specs = param_specs(model)
         self._mesh = mesh
-        self._param_parts = tuple(partition(s.axes, s.sources[0]) for s in self._specs)
-        shapes = tuple(s.value for s in self._specs)
-        self._param_shapes = abstract_on(mesh, shapes, self._param_parts)
-        self._head_graph, head_state = nnx.split(model.output_head)
-        self._head_treedef = jax.tree.structure(head_state)
-        head_sources = [spec.sources for spec in param_specs(model.output_head)]
-        self._head_index = [i for i, spec in enumerate(self._specs) if spec.sources in head_sources]
+        self._flat, self._head = FlatModule(model, mesh), FlatModule(model.output_head, mesh)
+        head_sources = [spec.sources for spec in self._head.specs]
+        self._head_index = [i for i, spec in enumerate(self._flat.specs) if spec.sources in head_sources]
         self._spec = cache_spec
         self._buckets = buckets
         self._num_pages, self._num_slots = num_pages, num_slots
         self._table_width = table_width
-        self._media_rows = 0 if model.vision is None else media_rows
+        self.tower, self._media_rows = tower, 0 if tower is None else media_rows
+        self._flat_tower = None if tower is None else FlatModule(tower, mesh)
         self._compiled: dict[tuple, Any] = {}
         self._pool: ThreadPoolExecutor | None = None  # while everything is compiled
         self._compiling: dict[tuple, Future] = {}
@@ -126,7 +90,7 @@ class StepPrograms:
         self._dtype = model.compute_dtype
         self._cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
         by_token = partition((None, "vocab"), "sampler state")
-        self._state_parts = SamplerState(by_token, by_token, EVERYWHERE)
+        self._state_parts = SamplerState._make([by_token, by_token, EVERYWHERE])
         devices = None if mesh is None else mesh.devices.reshape(-1).tolist()
         self._store = (
             ExecutableStore({**environment_parts(), **self._parts()}, devices=devices) if keep else None
@@ -138,6 +102,11 @@ class StepPrograms:
 
     def layout(self, bucket: Bucket) -> ForwardLayout:
         return ForwardLayout(bucket, len(self._model.page_groups), self._table_width)
+
+    @property
+    def num_params(self) -> int:
+        """Of the model itself; those of its vision tower follow."""
+        return len(self._flat.specs)
 
     def head_params(self, params: tuple) -> tuple:
         """The part of the parameters that `sample` and `score` need."""
@@ -158,6 +127,8 @@ class StepPrograms:
             self.set_counts()
             self.set_bias()
             self.new_cache()
+            for size in self.tower.sizes if self.tower else ():
+                self.encode(size)
             self._pool = None
             self._compiled |= {key: program.result() for key, program in self._compiling.items()}
             self._compiling.clear()
@@ -181,6 +152,13 @@ class StepPrograms:
     def score(self, num_tokens: int):
         """(head params, hidden [T, D], targets [T]) -> Logprobs of each position's target."""
         return self._get(("score", num_tokens), lambda: self._lower_score(num_tokens))
+
+    def encode(self, size: int):
+        """(tower params, media [M, D], arrays, rows [R]) -> media with an image's embeddings written there; it is donated.
+
+        arrays, R: of the tower's program of this size; rows at or past M are dropped.
+        """
+        return self._get(("encode", size), lambda: self._lower_encode(size))
 
     def _get(self, key: tuple, lower) -> Any:
         program = self._compiled.get(key)
@@ -210,11 +188,11 @@ class StepPrograms:
     def _parts(self) -> dict[str, str]:
         """What the programs depend on beside the environment; their own shapes are in their names."""
         return {
-            "model": repr((type(self._model).__qualname__, self._model.config, self._graph, self._dtype)),
+            "model": repr((type(self._model).__qualname__, self._model.config, self._flat, self._dtype)),
             "family": class_digest(type(self._model)),
-            "parameters": repr(self._param_shapes),
             "cache": repr((self._spec, self._num_pages, self._model.page_groups)),
             "rows": repr((self._num_slots, self._table_width, self._media_rows)),
+            "tower": repr(self._flat_tower),
             "mesh": repr(self._mesh and dict(self._mesh.shape)),
         }
 
@@ -228,7 +206,7 @@ class StepPrograms:
             ints: Int[Array, " n"],
             media: Float[Array, "M D"] | None,
         ):
-            model = nnx.merge(self._graph, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
+            model = self._flat.merge(params)
             tokens, positions, kv_lens, samples, tables = layout.views(ints)
             tokens = jnp.where(tokens < 0, last_tokens[-1 - tokens], tokens)
             batch = StepBatch(
@@ -243,7 +221,7 @@ class StepPrograms:
 
         return self._lower(
             forward,
-            (self._param_shapes, self._param_parts),
+            (self._flat.shapes, self._flat.parts),
             (self._spec.abstract(self._num_pages), self._cache_parts),
             (jax.ShapeDtypeStruct((self._num_slots,), jnp.int32), EVERYWHERE),
             (jax.ShapeDtypeStruct((layout.size,), jnp.int32), EVERYWHERE),
@@ -272,9 +250,7 @@ class StepPrograms:
             want_logprobs: Bool[Array, ""],
             state: SamplerState | None,
         ):
-            head = nnx.merge(
-                self._head_graph, jax.tree.unflatten(self._head_treedef, jax.tree.leaves(head_params))
-            )
+            head = self._head.merge(head_params)
             ints, floats = row_bits[:, : len(ROW_INTS)], row_bits[:, len(ROW_INTS) :]
             floats = jax.lax.bitcast_convert_type(floats, jnp.float32)
             named = {name: ints[:, i] for i, name in enumerate(ROW_INTS)}
@@ -294,7 +270,7 @@ class StepPrograms:
 
         return self._lower(
             run,
-            (self.head_params(self._param_shapes), self.head_params(self._param_parts)),
+            (self._head.shapes, self._head.parts),
             (jax.ShapeDtypeStruct((count, self.hidden_size), self._dtype), EVERYWHERE),
             (jax.ShapeDtypeStruct((self._num_slots,), jnp.int32), EVERYWHERE),
             (jax.ShapeDtypeStruct((count, len(ROW_INTS) + len(ROW_FLOATS)), jnp.int32), EVERYWHERE),
@@ -302,6 +278,25 @@ class StepPrograms:
             (self._state(), self._state_parts) if full else (None, EVERYWHERE),
             out_specs=(EVERYWHERE, EVERYWHERE, EVERYWHERE, self._state_parts if full else EVERYWHERE),
             donate=(2, 5),
+        )
+
+    def _lower_encode(self, size: int):
+        tower, flat = self.tower, self._flat_tower
+        assert tower is not None
+        assert flat is not None
+
+        def run(params, media: Float[Array, "M D"], arrays: Any, index: Int[Array, " R"]):
+            rows = flat.merge(params).rows(arrays)
+            return media.at[index].set(rows.astype(media.dtype), mode="drop")
+
+        return self._lower(
+            run,
+            (flat.shapes, flat.parts),
+            (self.media_shape(), EVERYWHERE),
+            (tower.shapes(size), EVERYWHERE),
+            (jax.ShapeDtypeStruct((tower.num_rows(size),), jnp.int32), EVERYWHERE),
+            out_specs=EVERYWHERE,
+            donate=(1,),
         )
 
     def media_shape(self) -> jax.ShapeDtypeStruct | None:
@@ -312,7 +307,7 @@ class StepPrograms:
 
     def fresh_state(self) -> SamplerState:
         """The per-slot state that a full sample needs: nothing counted, biased or forbidden. Made without a compile."""
-        fills = SamplerState(0, 0, -1)
+        fills = SamplerState._make([0, 0, -1])
         return jax.tree.map(
             lambda s, fill: jax.device_put(np.full(s.shape, fill, s.dtype), s.sharding),
             abstract_on(self._mesh, self._state(), self._state_parts),
@@ -368,9 +363,7 @@ class StepPrograms:
 
     def _lower_score(self, num_tokens: int):
         def run(head_params, hidden: Float[Array, "T D"], targets: Int[Array, " T"]) -> Logprobs:
-            head = nnx.merge(
-                self._head_graph, jax.tree.unflatten(self._head_treedef, jax.tree.leaves(head_params))
-            )
+            head = self._head.merge(head_params)
             rows = min(_SCORE_ROWS, num_tokens)
             pad = -num_tokens % rows
             hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, rows, hidden.shape[1])
@@ -380,7 +373,7 @@ class StepPrograms:
 
         return self._lower(
             run,
-            (self.head_params(self._param_shapes), self.head_params(self._param_parts)),
+            (self._head.shapes, self._head.parts),
             (jax.ShapeDtypeStruct((num_tokens, self.hidden_size), self._dtype), EVERYWHERE),
             (jax.ShapeDtypeStruct((num_tokens,), jnp.int32), EVERYWHERE),
             out_specs=EVERYWHERE,

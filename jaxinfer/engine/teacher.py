@@ -12,14 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
+from jaxinfer.engine.media import place_media
+from jaxinfer.engine.modules import FlatModule
 from jaxinfer.engine.request import token_ids as read_ids
 from jaxinfer.errors import RequestError
 from jaxinfer.kv.cache import CacheSpec, StepBatch
+from jaxinfer.media.item import MediaItem
 from jaxinfer.models.base import DecoderModel
-from jaxinfer.models.params import param_specs
+from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.mesh import partition
 from jaxinfer.parallel.programs import EVERYWHERE, jit_on
 from jaxinfer.values import as_integer, shown
@@ -38,43 +40,58 @@ class TeacherForcing:
         cache_spec: CacheSpec,
         max_len: int,
         *,
+        tower: VisionTower | None = None,
         mesh: Mesh | None = None,
     ):
-        """mesh: where the parameters are; None: one device."""
-        graph, state = nnx.split(model)
-        treedef = jax.tree.structure(state)
-        self._params = params
+        """
+        Args:
+          params: of the model, then of its tower.
+          mesh: where the parameters are; None: one device.
+        """
+        flat = FlatModule(model, mesh)
+        flat_tower = None if tower is None else FlatModule(tower, mesh)
+        self._tower, self._tower_params = tower, params[len(flat.specs) :]
+        self._image_token: int | None = model.config.image_token_id
+        self._dtype = model.compute_dtype
+        self._params = params[: len(flat.specs)]
         self._spec = cache_spec
         self._max_len = max_len
         self._num_layers: int = model.config.num_layers
         self._vocab_size: int = model.config.vocab_size
         self._groups = len(model.page_groups)
-        param_parts = tuple(partition(s.axes, s.sources[0]) for s in param_specs(model))
         cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
         logits_part = partition((None, "vocab"), "logits")
 
         @functools.cache
         def program(layers: tuple[int, ...], want_logits: bool):
             def run(params, tokens, cache, batch: StepBatch, media):
-                module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))
+                module = flat.merge(params)
                 record: dict[int, Any] = dict.fromkeys(layers)
                 hidden, cache = module(tokens, batch, cache, media=media, record=record)
                 logits = module.output_head.logits(hidden) if want_logits else None
                 # The written cache is returned so that donating the empty one is of use.
                 return logits, tuple(record[i].astype(jnp.float32) for i in layers), cache
 
-            in_specs = (param_parts, EVERYWHERE, cache_parts, EVERYWHERE, EVERYWHERE)
+            in_specs = (flat.parts, EVERYWHERE, cache_parts, EVERYWHERE, EVERYWHERE)
             return jit_on(mesh, run, in_specs, (logits_part, EVERYWHERE, cache_parts), donate=(2,))
 
-        self._program = program
+        @functools.cache
+        def tower_program(size: int):
+            assert flat_tower is not None
+            run = functools.partial(_rows, flat_tower)
+            return jit_on(mesh, run, (flat_tower.parts, EVERYWHERE), EVERYWHERE)
 
-    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        self._program, self._tower_program = program, tower_program
+
+    def logits(self, token_ids: Sequence[int] | np.ndarray, media: Sequence[MediaItem] = ()) -> np.ndarray:
         """Next-token logits of every position, float32 [T, V].
 
-        Raises RequestError for token ids that are none of the model's, and for none or too many of them.
+        media: images, in the order of their placeholders among the tokens.
+        Raises RequestError for token ids that are none of the model's, for none or too many of them, and for
+        images that do not fit their placeholders.
         """
         ids = self._checked(token_ids)
-        logits, _, _ = self._call(ids, (), want_logits=True)
+        logits, _, _ = self._call(ids, (), want_logits=True, media=media)
         assert logits is not None
         return np.asarray(logits)[: len(ids)]
 
@@ -112,7 +129,32 @@ class TeacherForcing:
             )
         return ids
 
-    def _call(self, ids: list[int], layers: tuple[int, ...], *, want_logits: bool):
+    def _encode(self, ids: list[int], media: Sequence[MediaItem]) -> tuple[list[int], jax.Array | None]:
+        """The ids with placeholders replaced by the rows that stand for them, and those rows."""
+        if self._tower is None or self._image_token is None:
+            if media:
+                raise RequestError("this model takes no images", param="pixel_values")
+            return ids, None
+        if not media:
+            return ids, None
+        try:
+            placed = place_media(ids, self._image_token, media)
+        except ValueError as e:
+            raise RequestError(str(e), param="pixel_values") from None
+        rows = [
+            self._tower_program(batch.size)(self._tower_params, batch.arrays)[: batch.num_rows]
+            for item in media
+            for batch in self._tower.batches(item.pixel_values, item.grid_thw)
+        ]
+        ids = list(ids)
+        for row, position in enumerate(placed.positions):
+            ids[position] = self._vocab_size + row
+        return ids, jnp.concatenate(rows).astype(self._dtype)
+
+    def _call(
+        self, ids: list[int], layers: tuple[int, ...], *, want_logits: bool, media: Sequence[MediaItem] = ()
+    ):
+        ids, rows = self._encode(ids, media)
         length = len(ids)
         # One block holds the whole sequence; its pages are 1, 2, 3, ... of a cache made for this call.
         page = self._spec.page_size
@@ -129,4 +171,8 @@ class TeacherForcing:
         tokens = np.zeros(block, np.int32)
         tokens[:length] = ids
         run = self._program(layers, want_logits)
-        return run(self._params, tokens, self._spec.init(pages + 1), batch, None)
+        return run(self._params, tokens, self._spec.init(pages + 1), batch, rows)
+
+
+def _rows(tower: FlatModule, params: tuple, arrays: Any) -> jax.Array:
+    return tower.merge(params).rows(arrays)

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxinfer.config.vision import MoonViTConfig
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.errors import ConfigError
 from jaxinfer.media.images import RGBImage
+from jaxinfer.media.item import MediaItem
 from jaxinfer.media.processor import ImageProcessor, PromptImage, looked_up, padded, resized
 
 _BICUBIC = 3
@@ -24,13 +24,15 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiImageProcessor(ImageProcessor):
-    """Attributes:
-    patch: pixels along a patch's side.
-    merge: patches along the side of a square that becomes one row.
-    max_patches: before padding.
-    max_side: patches along a side.
-    resample: Pillow's number of a filter.
-    mean, std: of each channel, where 1 is white.
+    """Patches of an image, and a token for each square of them.
+
+    Attributes:
+      patch: pixels along a patch's side.
+      merge: patches along the side of a square that becomes one row.
+      max_patches: before padding.
+      max_side: patches along a side.
+      resample: Pillow's number of a filter.
+      mean, std: of each channel, where 1 is white.
     """
 
     PLACEHOLDER = "<|media_pad|>"
@@ -81,11 +83,8 @@ class KimiImageProcessor(ImageProcessor):
         """pixel_values float32 [patches, 3, patch, patch], row by row."""
         height, width = self.fitted(*image.pixels.shape[:2])
         unit = self.patch * self.merge
-        canvas = padded(
-            resized(image.pixels, height, width, self.resample),
-            -(-height // unit) * unit,
-            -(-width // unit) * unit,
-        )
+        canvas = resized(image.pixels, height, width, self.resample)
+        canvas = padded(canvas, -(-height // unit) * unit, -(-width // unit) * unit)
         rows, columns = (side // self.patch for side in canvas.shape[:2])
         cut = looked_up(canvas, self._values()).reshape(rows, self.patch, columns, self.patch, 3)
         patches = cut.transpose(0, 2, 4, 1, 3).reshape(-1, 3, self.patch, self.patch)

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxinfer.config.vision import Llama4VisionConfig
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.errors import ConfigError
 from jaxinfer.media.images import RGBImage
+from jaxinfer.media.item import MediaItem
 from jaxinfer.media.processor import ImageProcessor, PromptImage, looked_up, padded, resized
 
 _BILINEAR = 2
@@ -25,13 +25,15 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4ImageProcessor(ImageProcessor):
-    """Attributes:
-    tile: pixels along a tile's side.
-    tokens_per_tile: rows that the tower makes of a tile.
-    max_tiles: without the one of the whole image.
-    largest_canvas: enlarges images as far as max_tiles allow.
-    resample: Pillow's number of a filter.
-    mean, std: of each channel, where 1 is white.
+    """Tiles of an image and the tokens around them.
+
+    Attributes:
+      tile: pixels along a tile's side.
+      tokens_per_tile: rows that the tower makes of a tile.
+      max_tiles: without the one of the whole image.
+      largest_canvas: images are enlarged as far as max_tiles allow.
+      resample: Pillow's number of a filter.
+      mean, std: of each channel, where 1 is white.
     """
 
     PLACEHOLDER = "<|image|>"
@@ -71,7 +73,7 @@ class Llama4ImageProcessor(ImageProcessor):
         """pixel_values float32 [tiles, 3, tile, tile], row by row, the whole image last."""
         pixels, side = image.pixels, self.tile
         rows, columns = self.canvas(*pixels.shape[:2])
-        height, width = self.fitted(*pixels.shape[:2], rows, columns)
+        height, width = self.fitted(pixels.shape[:2], (rows, columns))
         canvas = padded(resized(pixels, height, width, self.resample), rows * side, columns * side)
         table = self._values()
         cut = looked_up(canvas, table).reshape(rows, side, columns, side, 3)
@@ -104,30 +106,34 @@ class Llama4ImageProcessor(ImageProcessor):
         rows, columns = min(shapes[scales == best].tolist(), key=math.prod)
         return rows, columns
 
-    def fitted(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-        """The size that the image gets on its canvas: its own shape, and enlarged to no more than one tile."""
+    def fitted(self, size: tuple[int, ...], canvas: tuple[int, int]) -> tuple[int, int]:
+        """Height and width that an image gets on a canvas of so many tiles: its own shape, enlarged to no more than one tile."""
         sides, scales = [], []
-        for size, count in ((height, rows), (width, columns)):
-            whole, needed = count * self.tile, max(size, self.tile)
+        for length, count in zip(size, canvas, strict=True):
+            whole, needed = count * self.tile, max(length, self.tile)
             own = needed <= whole and not self.largest_canvas
             sides.append(needed if own else whole)
             # The reference divides tensors where the canvas limits, plain numbers elsewhere; floor() shows the difference.
-            scales.append(needed / size if own else np.float32(whole) / np.float32(size))
+            scales.append(needed / length if own else np.float32(whole) / np.float32(length))
         if scales[1] < scales[0]:
-            sides[0] = max(1, min(math.floor(height * scales[1]), sides[0]))
+            sides[0] = max(1, min(math.floor(size[0] * scales[1]), sides[0]))
         else:
-            sides[1] = max(1, min(math.floor(width * scales[0]), sides[1]))
+            sides[1] = max(1, min(math.floor(size[1] * scales[0]), sides[1]))
         return sides[0], sides[1]
 
     def tokens(self, rows: int, columns: int) -> tuple[str, ...]:
         """The layout that the model was trained with."""
         tile = (self.ROW_TOKEN,) * self.tokens_per_tile
-        row = (*(tile + ("<|tile_x_separator|>",)) * (columns - 1), *tile, "<|tile_y_separator|>")
+        followed = (*tile, "<|tile_x_separator|>")
+        row = (*followed * (columns - 1), *tile, "<|tile_y_separator|>")
         tiles = row * rows if rows * columns > 1 else ()
         return ("<|image_start|>", *tiles, self.PLACEHOLDER, *tile, "<|image_end|>")
 
     def _values(self) -> Float[np.ndarray, "256 3"]:
         """The model was trained on values that were rounded to bfloat16 after each step."""
-        kind = ml_dtypes.bfloat16
-        shades = (np.arange(256, dtype=np.float32) * np.float32(1 / 255)).astype(kind)
-        return ((shades[:, None] - np.array(self.mean, kind)) / np.array(self.std, kind)).astype(np.float32)
+
+        def rounded(values: Any) -> np.ndarray:
+            return np.asarray(values).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+        shades = rounded(np.arange(256, dtype=np.float32) * np.float32(1 / 255))[:, None]
+        return rounded(rounded(shades - rounded(self.mean)) / rounded(self.std))

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image
 
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.errors import RequestError
 from jaxinfer.media.images import RGBImage, digest_of
+from jaxinfer.media.item import MediaItem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

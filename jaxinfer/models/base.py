@@ -39,7 +39,6 @@ class DecoderModel(nnx.Module):
 
     config: ModelConfig
     compute_dtype: DTypeLike  # of hidden states
-    vision: nnx.Module | None = None  # makes the rows that stand for images
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jaxinfer.config.model import MLAConfig, ModelConfig, MoEConfig, common_from_hf
+from jaxinfer.config.vision import moonvit_from_hf
 from jaxinfer.kv.pages import LayerPlace
 from jaxinfer.models.decoder import Decoder, PreNormLayer
 from jaxinfer.models.layers.mla import MLA
@@ -43,6 +44,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         mla=mla,
         moe=_moe(text, common["num_layers"]),
         tensor_prefix="language_model." if "text_config" in config else "",
+        vision=moonvit_from_hf(config),
+        image_token_id=config.get("image_token_id", config.get("media_placeholder_token_id")),
     )
 
 

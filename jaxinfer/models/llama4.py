@@ -8,6 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jaxinfer.config.model import ModelConfig, MoEConfig, common_from_hf, looks_from_hf
+from jaxinfer.config.vision import llama4_vision_from_hf
 from jaxinfer.kv.pages import LayerPlace
 from jaxinfer.models.decoder import Decoder, PreNormLayer
 from jaxinfer.models.layers.attention import Attention
@@ -50,6 +51,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             weigh_inputs=True,
         ),
         tensor_prefix="language_model." if "text_config" in config else "",
+        vision=llama4_vision_from_hf(config),
+        image_token_id=config.get("image_token_index", config.get("image_token_id")),
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config.model import ModelConfig
+from jaxinfer.config.vision import Llama4VisionConfig, MoonViTConfig
 from jaxinfer.errors import CheckpointError
 from jaxinfer.models.base import DecoderModel
+from jaxinfer.models.vision.tower import VisionTower
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,16 @@ def family_for(config: Mapping[str, Any]) -> Family:
     module_name, class_name = _FAMILIES[kind]
     module = importlib.import_module(f"jaxinfer.models.{module_name}")
     return Family(module.config_from_hf, getattr(module, class_name))
+
+
+def make_tower(config: ModelConfig, **dtypes: Any) -> VisionTower | None:
+    """The vision tower of a model, None if it has none. dtypes: dtype and compute_dtype, as for the model."""
+    match config.vision:
+        case Llama4VisionConfig():
+            return importlib.import_module("jaxinfer.models.vision.llama4").Llama4Vision(
+                config.vision, **dtypes
+            )
+        case MoonViTConfig():
+            return importlib.import_module("jaxinfer.models.vision.moonvit").MoonViT(config.vision, **dtypes)
+        case _:
+            return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ DATA, PIPE, EXPERT, TENSOR = "data", "pipe", "expert", "tensor"
 RULES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "experts": EXPERT}
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over the first devices, neighbours along the tensor axis first. ConfigError when there are too few."""
     found = list(jax.devices() if devices is None else devices)
     if len(found) < config.num_devices:

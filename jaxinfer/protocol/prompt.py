@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
+from jaxinfer.media.item import MediaItem
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
 from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.protocol.tools import FORCED_PARSER, Tools

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from jaxinfer.engine.media import MediaItem
 from jaxinfer.engine.request import RequestOutput, SamplingParams
 from jaxinfer.engine.service import EngineFailure, RequestStream
 from jaxinfer.errors import OverloadError, RequestError
+from jaxinfer.media.item import MediaItem
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.server.context import ServerContext

@@ -15,6 +15,7 @@ import numpy as np
 from jaxinfer.errors import CheckpointError
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.params import ParamSpec, param_specs
+from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.weights.checkpoint import Checkpoint, Params, ShardingOf, Task
 from jaxinfer.weights.layout import pieces, swapped
 from jaxinfer.weights.progress import LoadProgress
@@ -26,8 +27,14 @@ _DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 _ALIGNMENT = 64  # bytes; what XLA wants of an array that it is to use where it lies
 
 
-def load_params(model: DecoderModel, checkpoint: Checkpoint, sharding_of: ShardingOf | None = None) -> Params:
-    """The model's parameters on the device, in the order of `param_specs(model)`.
+def load_params(
+    model: DecoderModel,
+    checkpoint: Checkpoint,
+    sharding_of: ShardingOf | None = None,
+    *,
+    tower: VisionTower | None = None,
+) -> Params:
+    """The parameters of the model, then of its vision tower, on the device, each in the order of `param_specs`.
 
     Several threads read; host memory peaks near the largest parameter above the weights. On CPU the arrays that were read
     become the parameters themselves.
@@ -38,7 +45,7 @@ def load_params(model: DecoderModel, checkpoint: Checkpoint, sharding_of: Shardi
       CheckpointError: before anything is read, when a tensor is missing, has another shape, is not of floating-point numbers,
         or has no place in the model; a copy of tied embeddings under the head's name is ignored.
     """
-    specs = param_specs(model)
+    specs = param_specs(model) + ([] if tower is None else param_specs(tower))
     check_names(model, specs, checkpoint)
     for spec in specs:
         check_tensors(spec, checkpoint)

@@ -76,7 +76,7 @@ def _parts(
 
 def _attend(
     look: Look,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     turn_tokens: int,
     pages: jax.Array,
     tables: jax.Array,

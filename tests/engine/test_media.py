@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.engine.media import MediaItem, MediaRows, PromptMedia, place_media
+from jaxinfer.engine.media import MediaRows, PromptMedia, place_media
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.kv.manager import KVManager
+from jaxinfer.media.item import MediaItem
 
 IMAGE = 9
 

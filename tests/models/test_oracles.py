@@ -74,9 +74,12 @@ def test_engine_with_a_shared_prefix(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_stays_close(name: str):
-    """bfloat16 keeps 8 bits of each value; its error through a few layers stays within a few of those bits of the logits' spread."""
+    """At most 8 roundings a layer (weights, keys, values, what enters each product), each of 2^-9, add up at worst.
+
+    Of the median position: a router that rounds to another expert changes its token altogether.
+    """
     oracle = load_oracle(name)
     llm = LLM(oracle.path, dtype="bfloat16", warm_up=False, max_num_seqs=1)
     expected = oracle.logits[0]
-    error = np.abs(llm.logits(oracle.tokens[0].tolist()) - expected)
-    assert error.mean() / expected.std() < 2**-5
+    error = np.abs(llm.logits(oracle.tokens[0].tolist()) - expected).mean(axis=1) / expected.std()
+    assert 1e-4 < np.median(error) < 8 * llm.model_config.num_layers * 2**-9

@@ -10,14 +10,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxinfer.config.vision import Llama4VisionConfig
+from jaxinfer.media.item import MediaItem
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.vision import MLP, LayerNorm, Scene, VisionAttention, VisionBlock
 from jaxinfer.models.params import declare
+from jaxinfer.models.vision.tower import TowerBatch, VisionTower
 
+_SIZES = (1, 4)  # tiles
 _ACT = "gelu"  # the exact one, whatever hidden_act says
 
 
-class Llama4Vision(nnx.Module):
+class Llama4Vision(VisionTower):
     """Tiles to rows of the language model's width; parameters are declared, see jaxinfer.models.params.
 
     Args:
@@ -52,6 +55,31 @@ class Llama4Vision(nnx.Module):
         self.projector = Linear(
             {"multi_modal_projector.linear_1": c.text_hidden_size}, c.adapter_size, **plain
         )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return _SIZES
+
+    def shapes(self, size: int) -> jax.ShapeDtypeStruct:
+        c = self.config
+        return jax.ShapeDtypeStruct((size, c.num_channels, c.image_size, c.image_size), jnp.float32)
+
+    def num_rows(self, size: int) -> int:
+        return size * self.config.tokens_per_tile
+
+    def batches(self, pixel_values: np.ndarray, grid_thw: tuple[int, int, int] | None) -> list[TowerBatch]:
+        tiles, found = pixel_values.astype(np.float32, copy=False), []
+        while len(tiles):
+            size = max(size for size in self.sizes if size <= len(tiles))
+            found.append(TowerBatch(size, tiles[:size], self.num_rows(size)))
+            tiles = tiles[size:]
+        return found
+
+    def split(self, pixel_values: np.ndarray, grids: list[list[int]] | None) -> list[MediaItem]:
+        return [MediaItem(tile[None], self.config.tokens_per_tile, b"") for tile in pixel_values]
+
+    def rows(self, arrays: Array) -> Float[Array, "rows D_text"]:
+        return self(arrays)
 
     def __call__(
         self, pixel_values: Float[Array, "tiles channels size size"], grid_thw: None = None

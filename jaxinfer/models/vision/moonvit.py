@@ -6,6 +6,7 @@ can serve all images of up to so many patches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -16,17 +17,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxinfer.config.vision import MoonViTConfig
+from jaxinfer.errors import ConfigError, RequestError
+from jaxinfer.media.item import MediaItem
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.rope import RopeTables
 from jaxinfer.models.layers.vision import MLP, LayerNorm, Scene, VisionAttention, VisionBlock
 from jaxinfer.models.params import declare
 from jaxinfer.models.vision.layout import TAPS, Grid, Layout, make_layout
+from jaxinfer.models.vision.tower import TowerBatch, VisionTower
 from pallas_kernels.linear import linear
 
+_SIZES = (256, 1024, 4096, 16384)  # patches
 _TIME_THETA = 10000.0
 
 
-class MoonViT(nnx.Module):
+class MoonViT(VisionTower):
     """Patches to rows of the language model's width; parameters are declared, see jaxinfer.models.params.
 
     Args:
@@ -54,6 +59,60 @@ class MoonViT(nnx.Module):
         self.projector_out = Linear(
             {"mm_projector.proj.2": c.text_hidden_size}, merged, axes=("embed", "ffn"), dtype=dtype, bias=True
         )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return _SIZES
+
+    def shapes(self, size: int) -> tuple[jax.ShapeDtypeStruct, Layout]:
+        patch = self.config.patch_size
+        pixels, layout = self._arrays(
+            np.empty((0, 3, patch, patch), np.float32), (1, *self.config.merge), size
+        )
+        pixels = jax.ShapeDtypeStruct((size, *pixels.shape[1:]), jnp.float32)
+        return pixels, Layout(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout))
+
+    def num_rows(self, size: int) -> int:
+        return size // self.config.patches_per_row
+
+    def batches(self, pixel_values: np.ndarray, grid_thw: tuple[int, int, int] | None) -> list[TowerBatch]:
+        assert grid_thw is not None
+        fitting = [size for size in self.sizes if size >= len(pixel_values)]
+        if not fitting:
+            raise ConfigError(
+                f"an image of {len(pixel_values)} patches is too large: {self.sizes[-1]} is the most"
+            )
+        rows = grid_thw[1] * grid_thw[2] // self.config.patches_per_row
+        return [TowerBatch(fitting[0], self._arrays(pixel_values, grid_thw, fitting[0]), rows)]
+
+    def _arrays(self, pixels: np.ndarray, grid: Grid, size: int) -> tuple[np.ndarray, Layout]:
+        """Pixels and layout of one image, padded; clips and images share programs, so every layout is as deep as a clip's."""
+        layout = make_layout(self.config, [grid], size)
+        frames = self.config.table[2]
+        deep = [np.pad(x, ((0, frames - len(x)), (0, 0))) for x in (layout.sources, layout.shares)]
+        padded = np.pad(pixels.astype(np.float32, copy=False), ((0, size - len(pixels)), *[(0, 0)] * 3))
+        return padded, layout._replace(sources=deep[0], shares=deep[1])
+
+    def split(self, pixel_values: np.ndarray, grids: list[list[int]] | None) -> list[MediaItem]:
+        sizes = [math.prod(grid) for grid in grids or ()]
+        if sum(sizes) != len(pixel_values):
+            raise RequestError(
+                f"{len(pixel_values)} patches, but image_grid_thw {grids} asks for {sum(sizes)}",
+                param="image_grid_thw",
+            )
+        starts = np.cumsum([0, *sizes])
+        return [
+            MediaItem(
+                pixel_values[start : start + size],
+                grid[1] * grid[2] // self.config.patches_per_row,
+                b"",
+                (grid[0], grid[1], grid[2]),
+            )
+            for grid, start, size in zip(grids or (), starts, sizes, strict=False)
+        ]
+
+    def rows(self, arrays: tuple[Array, Layout]) -> Float[Array, "rows D_text"]:
+        return self.encode(*arrays)
 
     def __call__(
         self, pixel_values: Float[Array, "N 3 patch patch"], grid_thw: Sequence[Grid]
