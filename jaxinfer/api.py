@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -14,6 +15,9 @@ from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.request import RequestOutput, SamplingParams, token_ids
 from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import ConfigError, RequestError
+from jaxinfer.media.item import MediaItem
+from jaxinfer.media.registry import make_processor
+from jaxinfer.protocol.images import ImageOptions, fetch_all, image_urls, put_images, with_places
 from jaxinfer.protocol.prompt import encode_text
 from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.text.chat import ChatTemplate, encode_chat
@@ -38,6 +42,7 @@ class LLM:
     Attributes:
       engine: the engine itself, for callers that add and step requests on their own.
       params: the model's weights on the device, in the order of jaxinfer.models.params.param_specs.
+      image_processor: makes what the tower takes from images; None as well.
       tower: the model's vision tower, None for models of text alone.
       start_seconds: what the phases of opening the model took.
       tokenizer, chat_template: None for checkpoints that have none.
@@ -71,6 +76,7 @@ class LLM:
         self.model_config = built.model.config
         self.params = built.params
         self.tower = built.tower
+        self.image_processor = make_processor(built.model.config, built.preprocessor)
         self.start_seconds = built.seconds
         self.tokenizer = built.tokenizer
         self.chat_template = None if built.tokenizer is None else ChatTemplate.from_tokenizer(built.tokenizer)
@@ -114,7 +120,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them; template_options go to `jaxinfer.text.chat.encode_chat`."""
+        """Answers one conversation or a list of them; template_options go to `jaxinfer.text.chat.encode_chat`.
+
+        Images come as OpenAI's image_url parts, with data: URLs.
+        """
         if self.tokenizer is None or self.chat_template is None:
             raise RequestError(f"{self.model_name} has no chat template: use generate()", param="messages")
         if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
@@ -124,10 +133,18 @@ class LLM:
             )
         listed = list(messages)
         conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
-        encoded = [
-            encode_chat(self.tokenizer, self.chat_template, c, **template_options) for c in conversations
-        ]
-        return self._run(encoded, [None] * len(encoded), sampling_params, None)
+        encoded, media = [], []
+        options = ImageOptions(self.image_processor)
+        for conversation in conversations:
+            turns = with_places(conversation) if isinstance(conversation, list | tuple) else conversation
+            ids = encode_chat(self.tokenizer, self.chat_template, turns, **template_options)
+            items: tuple[MediaItem, ...] = ()
+            if turns is not conversation and (urls := image_urls(conversation, options)):
+                files = asyncio.run(fetch_all(urls, options.policy))
+                ids, items = put_images(ids, files, self.tokenizer, options)
+            encoded.append(ids)
+            media.append(items)
+        return self._run(encoded, [None] * len(encoded), sampling_params, None, media)
 
     def logits(
         self,
@@ -161,6 +178,7 @@ class LLM:
         texts: Sequence[str | None],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
+        media: Sequence[tuple[MediaItem, ...]] | None = None,
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = SamplingParams(**_known_defaults(self.generation_defaults))
@@ -168,8 +186,9 @@ class LLM:
         ids = [f"llm-{next(self._ids)}" for _ in prompts]
         done: dict[str, RequestOutput] = {}
         try:
-            for request_id, prompt, params in zip(ids, prompts, each, strict=True):
-                self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
+            items = [()] * len(ids) if media is None else media
+            for request_id, prompt, params, own in zip(ids, prompts, each, items, strict=True):
+                self.engine.add_request(request_id, prompt, params, cache_salt=cache_salt, media=own)
             while len(done) < len(ids):
                 done |= {out.request_id: out for out in self.engine.step() if out.finished}
         except BaseException:

@@ -27,6 +27,7 @@ from jaxinfer.cli import ArgumentParser, guarded
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.engine_flags import add_engine_flags, load_model
 from jaxinfer.errors import ConfigError, JaxinferError
+from jaxinfer.protocol.images import ImageOptions
 from jaxinfer.protocol.parse import parse_chat_request, parse_plain_request
 from jaxinfer.protocol.prompt import PreparedRequest, prepare
 from jaxinfer.protocol.response import failure_of
@@ -166,7 +167,12 @@ def _answer_prompt(args: argparse.Namespace, flags: dict[str, Any]) -> int:
     body = _prompt_body(args, flags, chat=chat)
     request = parse_plain_request(body, {**model_defaults(llm.generation_defaults), **PLAIN_DEFAULTS})
     prepared = prepare(
-        request, tokenizer, llm.chat_template, max_model_len=llm.max_model_len, vocab_size=llm.vocab_size
+        request,
+        tokenizer,
+        llm.chat_template,
+        max_model_len=llm.max_model_len,
+        vocab_size=llm.vocab_size,
+        images=ImageOptions(llm.image_processor),
     )
     first = None
     output = None

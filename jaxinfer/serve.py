@@ -37,6 +37,11 @@ _HELP = {
     "max_json_depth": "how deeply a body may nest",
     "max_queued_requests": "requests that may wait for their first token; more are answered 429",
     "max_queued_prefill_tokens": "prompt tokens that may wait to be computed; more are answered 429",
+    "max_images": "images of one request",
+    "max_image_bytes": "largest file of one image",
+    "max_image_pixels": "most pixels of one image, decoded",
+    "allow_image_urls": "fetch images from http(s) URLs of public hosts (default: data: URLs alone)",
+    "image_hosts": "fetch images from this host alone, or with a leading dot from those below it; may be repeated",
     "max_n": "completions of one request, over all its prompts",
     "request_timeout_s": "from a request's arrival to the end of its answer",
     "template_timeout_s": "for rendering and tokenising one prompt",
@@ -56,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None:
         parser.error("--model is required")
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(ServerConfig)}
-    settings["cors_origins"] = tuple(args.cors_origins)
+    for name in ("cors_origins", "image_hosts"):
+        settings[name] = tuple(settings[name])
     for name in ("tool_call_parser", "reasoning_parser"):
         settings[name] = None if settings[name] == "none" else settings[name]
     config = ServerConfig(**settings)
@@ -88,6 +94,7 @@ def served_model(llm: LLM, config: ServerConfig) -> ServedModel:
         defaults=model_defaults(llm.generation_defaults),
         hidden_states=lambda ids: llm.hidden_states(ids, [-1])[-1],
         grammars=llm.engine.grammars,
+        image_processor=llm.image_processor,
         facts=_facts(llm),
     )
 
@@ -138,8 +145,9 @@ def _parser() -> ArgumentParser:
 def _flag(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
     text = _HELP[field.name]
     options: dict[str, Any] = {"dest": field.name, "default": field.default}
-    if field.name == "cors_origins":
-        return {**options, "action": "append", "default": [], "metavar": "ORIGIN", "help": text}
+    if field.name in ("cors_origins", "image_hosts"):
+        metavar = "ORIGIN" if field.name == "cors_origins" else "HOST"
+        return {**options, "action": "append", "default": [], "metavar": metavar, "help": text}
     if kind is bool:
         from argparse import BooleanOptionalAction
 

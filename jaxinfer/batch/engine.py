@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxinfer.batch.lines import BatchLine
 from jaxinfer.engine.request import RequestOutput, SamplingParams
 from jaxinfer.media.item import MediaItem
+from jaxinfer.media.processor import ImageProcessor
 from jaxinfer.protocol.prompt import PreparedRequest
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
@@ -48,6 +49,8 @@ class Model(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def image_processor(self) -> ImageProcessor | None: ...
     @property
     def model_name(self) -> str: ...
     @property

@@ -13,6 +13,7 @@ from jaxinfer.batch.lines import BatchLine, InputLine, LineParser
 from jaxinfer.batch.output import OrderedOutput
 from jaxinfer.errors import RequestError
 from jaxinfer.protocol.errors import SERVER_ERROR, error_object, request_error_object
+from jaxinfer.protocol.images import ImageOptions
 from jaxinfer.protocol.prompt import PreparedRequest, prepare
 from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.protocol.response import failure_of
@@ -160,6 +161,7 @@ class _Run:
             llm.chat_template,
             max_model_len=llm.max_model_len,
             vocab_size=llm.vocab_size,
+            images=ImageOptions(llm.image_processor),
         )
 
     def _start(self, job: Job) -> None:

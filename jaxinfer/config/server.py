@@ -29,6 +29,13 @@ class ServerConfig:
     max_json_depth: int = 128
     max_queued_requests: int = 1024  # waiting for a slot in the engine
     max_queued_prefill_tokens: int = 2_000_000  # prompt tokens of requests without a first token
+    max_images: int = 32  # of one request
+    max_image_bytes: int = 20 * 2**20  # of one image's file
+    max_image_pixels: int = 64 * 2**20  # of one image, decoded
+    allow_image_urls: bool = False  # fetch http(s) images from public hosts; else data: URLs alone
+    image_hosts: tuple[
+        str, ...
+    ] = ()  # such hosts alone (.example.com: and those below it); empty: all public ones
     max_n: int = 128  # completions of one request, over all its prompts
     request_timeout_s: float = 600.0  # from arrival to the end of the answer
     template_timeout_s: float = 10.0  # rendering and tokenising a prompt
@@ -49,7 +56,7 @@ class ServerConfig:
         for name in (
             *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_queued_requests"),
             *("max_queued_prefill_tokens", "max_file_bytes", "max_stored_bytes"),
-            *("max_n", "max_unread_bytes"),
+            *("max_n", "max_unread_bytes", "max_images", "max_image_bytes", "max_image_pixels"),
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -31,8 +31,10 @@ from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import on_mesh
 from jaxinfer.parallel.mesh import make_mesh, sharding
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import Params, load_params
 from jaxinfer.weights.open import open_checkpoint
+from jaxinfer.weights.safetensors import read_json
 from pallas_kernels import native
 
 _WEIGHTS = ("auto", "packed", "dense")
@@ -55,6 +57,7 @@ class Built:
     mesh: Mesh | None  # None: one device
     tokenizer: Tokenizer | None
     generation_defaults: Mapping[str, Any]
+    preprocessor: Mapping[str, Any]  # of preprocessor_config.json
     seconds: Mapping[str, float]  # that each phase took, in order
 
 
@@ -169,8 +172,14 @@ def build_engine(
         mesh,
         tokenizer,
         checkpoint.generation_config,
+        _preprocessor(checkpoint),
         clock.seconds,
     )
+
+
+def _preprocessor(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    file = checkpoint.path / "preprocessor_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def _sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:

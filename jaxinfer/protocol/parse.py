@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.errors import RequestError
+from jaxinfer.protocol.images import IMAGE_PARTS
 from jaxinfer.protocol.request import ChatPrompt, Endpoint, GenerationRequest
 from jaxinfer.protocol.sampling import SAMPLING_FIELDS, read_sampling, with_defaults
 from jaxinfer.protocol.strict_json import Fields, describe, is_integer_list
@@ -206,8 +207,18 @@ def _check_message(fields: Fields) -> None:
 
 def _check_part(fields: Fields) -> None:
     kind = fields.string("type")
+    if kind in IMAGE_PARTS:
+        value = fields.get("image_url")
+        url = value if isinstance(value, str) else Fields(value, fields.name("image_url")).string("url")
+        if not url:
+            raise fields.error("image_url", "is missing: give a data: URL")
+        return
     if kind not in ("text", "input_text", "output_text"):
-        problem = "is missing" if kind is None else f"{describe(kind)} is not supported yet: send text parts"
+        problem = (
+            "is missing"
+            if kind is None
+            else f"{describe(kind)} is not supported yet: send text and image_url parts"
+        )
         raise fields.error("type", problem, code=None if kind is None else "unsupported_content")
     if fields.string("text") is None:
         raise fields.error("text", "is missing")

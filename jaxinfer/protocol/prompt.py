@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
 from jaxinfer.media.item import MediaItem
+from jaxinfer.protocol.images import ImageOptions, fetch_all, image_urls, put_images, with_places
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
 from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.protocol.tools import FORCED_PARSER, Tools
@@ -76,6 +79,8 @@ def prepare(
     safe: bool = False,
     tool_parser: str | None = "auto",
     reasoning_parser: str | None = "auto",
+    images: ImageOptions | None = None,
+    files: Sequence[bytes] | None = None,
 ) -> PreparedRequest:
     """Tokenises and checks a request against the model.
 
@@ -101,7 +106,15 @@ def prepare(
             param="echo",
         )
     if request.chat is not None:
-        prompts = (Prompt(_chat_ids(request.chat, tokenizer, template, safe)),)
+        options = images or ImageOptions()
+        urls = image_urls(request.chat.messages, options)
+        if urls and files is None:
+            files = asyncio.run(fetch_all(urls, options.policy))
+        token_ids, media = _chat_ids(request.chat, tokenizer, template, safe), ()
+        if urls:
+            assert tokenizer is not None  # _chat_ids has refused it
+            token_ids, media = put_images(token_ids, files or (), tokenizer, options)
+        prompts = (Prompt(token_ids, media=media),)
     else:
         prompts = tuple(
             Prompt(encode_text(p, tokenizer, add_special_tokens=request.add_special_tokens), p)
@@ -181,7 +194,7 @@ def _chat_ids(
     return encode_chat(
         tokenizer,
         template,
-        list(chat.messages),
+        with_places(chat.messages),
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
         tools=None if chat.tools is None else list(chat.tools.functions),

@@ -49,6 +49,7 @@ class ServedBatchModel:
         self.chat_template: ChatTemplate | None = model.chat_template
         self.max_model_len = model.max_model_len
         self.vocab_size = model.vocab_size
+        self.image_processor = model.image_processor
         self.model_name = model.name
         self.generation_defaults = model.defaults
 

@@ -16,6 +16,10 @@ from jaxinfer.config.server import ServerConfig
 from jaxinfer.engine.constraint import GrammarCompiler
 from jaxinfer.engine.service import EngineService
 from jaxinfer.errors import RequestError
+from jaxinfer.media.fetch import FetchPolicy
+from jaxinfer.media.images import ImageLimits
+from jaxinfer.media.processor import ImageProcessor
+from jaxinfer.protocol.images import ImageOptions, fetch_all, image_urls
 from jaxinfer.protocol.prompt import PreparedRequest, prepare
 from jaxinfer.protocol.request import GenerationRequest
 from jaxinfer.server.metrics import Metrics
@@ -34,6 +38,7 @@ class ServedModel:
     Attributes:
       defaults: sampling settings for what a request leaves open.
       hidden_states: final ones of token ids, float32 [T, D]; slow, for embeddings.
+      image_processor: of models that take images.
       grammars: the engine's compiler, so that grammars are compiled off its thread.
       facts: shown by /v1/models: architecture, parameters, dtype and the like.
     """
@@ -46,6 +51,7 @@ class ServedModel:
     defaults: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     grammars: GrammarCompiler | None = None
+    image_processor: ImageProcessor | None = None
     hidden_states: Callable[[list[int]], np.ndarray] | None = None
 
 
@@ -64,6 +70,14 @@ class ServerContext:
         self.config = config
         self.metrics = Metrics(service, model)
         self.draining = False
+        self._images = ImageOptions(
+            model.image_processor,
+            ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels),
+            FetchPolicy(
+                allow_http=config.allow_image_urls, hosts=config.image_hosts, max_bytes=config.max_image_bytes
+            ),
+            config.max_images,
+        )
         self.embedding_lock = asyncio.Lock()  # one at a time: each takes memory of its own
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
@@ -74,6 +88,10 @@ class ServerContext:
     async def prepare(self, request: GenerationRequest) -> PreparedRequest:
         """`jaxinfer.protocol.prompt.prepare` off the event loop. RequestError when it takes too long."""
         model = self.model
+        files = None
+        if request.chat is not None:
+            urls = image_urls(request.chat.messages, self._images)
+            files = await fetch_all(urls, self._images.policy)
 
         def work() -> PreparedRequest:
             prepared = prepare(
@@ -85,6 +103,8 @@ class ServerContext:
                 safe=self.config.safe_prompts,
                 tool_parser=self.config.tool_call_parser,
                 reasoning_parser=self.config.reasoning_parser,
+                images=self._images,
+                files=files,
             )
             if prepared.params.constraint is not None and model.grammars is not None:
                 model.grammars.compile(prepared.params.constraint)  # kept for the engine's thread

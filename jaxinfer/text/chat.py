@@ -114,6 +114,8 @@ class ChatTemplate:
                     f"continue_final_message needs a last message from the assistant, not {chat[-1]['role']!r}"
                 )
             end_mark = unused_character(self.sources[name], chat, tools, documents, kwargs)
+            if not isinstance(chat[-1]["content"], str):
+                refuse("continue_final_message cannot go on after an image")
             chat[-1]["content"] += end_mark
         variables = {
             **kwargs,

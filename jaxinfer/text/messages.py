@@ -13,9 +13,9 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "functio
 
 
 def normalize(messages: Any, template_source: str) -> list[dict[str, Any]]:
-    """Copies messages so that content is always a string and every role one the template may meet.
+    """Copies messages so that content is a string, or a list where it holds images, and every role one the template may meet.
 
-    Content null or [] is "", text parts are joined in order with nothing between, tool-call arguments that
+    Content null or [] is "", text parts are joined in order with nothing between (but not around images), tool-call arguments that
     are a JSON object in a string become the object, and `developer` is `system` where the template does not
     know the word. RequestError (param "messages") for anything else.
     """
@@ -43,7 +43,7 @@ def _normalize(message: Any, index: int, source: str) -> dict[str, Any]:
         role = "system"
     if "content" not in message and not message.get("tool_calls"):
         refuse(f"{where}.content is missing")
-    out = {**message, "role": role, "content": _text(message.get("content"), where)}
+    out = {**message, "role": role, "content": _content(message.get("content"), where)}
     calls = out.pop("tool_calls", None)
     if calls:  # null or [] would look like a call to a template's `is defined`
         if not isinstance(calls, list | tuple):
@@ -70,6 +70,20 @@ def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quoted(word: str, source: str) -> bool:
     return f"'{word}'" in source or f'"{word}"' in source
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+    """Text; or, where there are images, the parts in the form that templates know."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, where)
+    return [
+        {"type": "image"} if _is_image(part) else {"type": "text", "text": _text([part], where)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _text(content: Any, where: str) -> str:

@@ -90,6 +90,7 @@ class EchoEngine:
 class EchoLLM:
     model_name = "echo"
     vocab_size = VOCAB_SIZE
+    image_processor = None
     max_model_len = 100
 
     def __init__(

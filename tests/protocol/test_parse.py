@@ -204,8 +204,12 @@ def test_a_bad_completion_field_is_named(field, value):
         ("messages[0].content", [{"role": "user", "content": {"text": "x"}}]),
         ("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
         (
-            "messages[0].content[0].type",
+            "messages[0].content[0].image_url",
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        ),
+        (
+            "messages[0].content[0].type",
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
         ),
         ("messages[0].content[0]", [{"role": "user", "content": ["x"]}]),
         ("messages[0].tool_calls", [{"role": "assistant", "tool_calls": {}}]),
