@@ -343,7 +343,7 @@ def test_nan_ends_its_request_alone():
     expected = llm.generate([prompt(31, 20)], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0]
     poisoned = [
         np.asarray(value).copy() if spec.sources == ("model.embed_tokens.weight",) else value
-        for spec, value in zip(runner.programs._specs, runner._params, strict=True)
+        for spec, value in zip(runner.programs._flat.specs, runner._params, strict=True)
     ]
     for value in poisoned:
         if isinstance(value, np.ndarray):

@@ -9,6 +9,7 @@ import pytest
 from oracles import load_oracle
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.engine.request import RequestOutput, TokenLogprob
 from jaxinfer.errors import ConfigError
 
 ENGINE = {"dtype": "float32", "warm_up": False, "page_size": 4, "prefill_block": 8, "max_prefill_tokens": 16}
@@ -61,15 +62,16 @@ def test_sampling_penalties_and_log_probabilities():
     )
     for a, b in zip(one, four, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
-        for x, y in zip(
-            [*(a.prompt_logprobs or [])[1:], *(a.outputs[0].logprobs or [])],
-            [*(b.prompt_logprobs or [])[1:], *(b.outputs[0].logprobs or [])],
-            strict=True,
-        ):
-            assert x is not None
-            assert y is not None
+        for x, y in zip(scores(a), scores(b), strict=True):
             assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
             assert [i for i, _ in x.top] == [i for i, _ in y.top]
+
+
+def scores(output: RequestOutput) -> list[TokenLogprob]:
+    """Of the prompt but for its first token, then of the completion."""
+    return [
+        s for s in [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())] if s is not None
+    ]
 
 
 def collectives(llm: LLM) -> list[tuple[str, int]]:

@@ -55,7 +55,7 @@ def split(run, tp: int, in_specs, out_specs):
 
 
 VOCAB_SPLIT = partition((None, "vocab"), "logits")
-STATE = SamplerState(VOCAB_SPLIT, VOCAB_SPLIT, P())
+STATE = SamplerState._make([VOCAB_SPLIT, VOCAB_SPLIT, P()])
 
 
 @pytest.mark.parametrize("tp", [2, 8])
@@ -70,7 +70,7 @@ def test_tokens_and_counts_are_those_of_one_device(tp: int, seed: int):
     # Row 1's NaN is allowed, in row 3 nothing is.
     state = state._replace(bias=state.bias.at[3].set(-jnp.inf), allowed=state.allowed.at[1].set(-1))
     expected, expected_state = jax.jit(sample)(logits, rows, state)
-    specs = (VOCAB_SPLIT, RowParams(*[P()] * len(rows)), STATE)
+    specs = (VOCAB_SPLIT, RowParams._make([P()] * len(rows)), STATE)
     tokens, new_state = split(sample, tp, specs, (P(), STATE))(logits, rows, state)
     np.testing.assert_array_equal(tokens, expected)
     assert expected[:2].tolist() == [-1, -1]
@@ -98,8 +98,9 @@ def test_log_probabilities_are_those_of_one_device(tp: int):
 def test_no_logits_travel():
     rows = rows_of(0)
     logits = jnp.zeros((ROWS, VOCAB))
-    specs = (VOCAB_SPLIT, RowParams(*[P()] * len(rows)), STATE)
+    specs = (VOCAB_SPLIT, RowParams._make([P()] * len(rows)), STATE)
     text = split(sample, 4, specs, (P(), STATE)).lower(logits, rows, state_of(0)).compile().as_text()
+    assert text is not None
     sizes = [
         int(np.prod([int(n) for n in shape.split(",") if n]))
         for line in text.splitlines()
