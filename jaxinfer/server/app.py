@@ -44,6 +44,7 @@ def make_app(context: ServerContext) -> web.Application:
             web.get("/v1/models/{model:.+}", system.model),
             web.post("/tokenize", system.tokenize),
             web.post("/detokenize", system.detokenize),
+            web.get("/tokenizer_info", system.tokenizer_info),
             web.post("/v1/chat/completions", generate.chat_completions),
             web.post("/v1/completions", generate.completions),
             web.post("/v1/responses", responses.create),

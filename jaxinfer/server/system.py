@@ -82,6 +82,21 @@ async def detokenize(request: web.Request) -> web.Response:
     return web.json_response({"prompt": _tokenizer(context).decode(ids, skip_special_tokens=False)})
 
 
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """vLLM's: what clients that count tokens over /tokenize want to know (lm-eval's remote tokenizer)."""
+    model = request.app[CONTEXT].model
+    tokenizer = _tokenizer(request.app[CONTEXT])
+    template = model.chat_template
+    shown: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_model_len,
+        **tokenizer.special_tokens,
+    }
+    if template is not None:
+        shown["chat_template"] = template.sources["default"]
+    return web.json_response(shown)
+
+
 async def _chat_ids(context: ServerContext, body: dict[str, Any]) -> list[int]:
     parsed: GenerationRequest = parse_chat_request(body, {})
     prepared = await context.prepare(parsed)
