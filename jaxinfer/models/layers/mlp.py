@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,25 @@ _ACTIVATIONS = {
 }
 
 
-def activation(name: str) -> Callable[[Array], Array]:
-    """The function that config.json calls so. Raises ConfigError when it is not known."""
-    if name not in _ACTIVATIONS:
-        raise ConfigError(f"hidden_act {name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function that config.json calls so. A module must be told apart by its repr, and a function's holds an address."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in _ACTIVATIONS:
+            raise ConfigError(f"hidden_act {self.name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
+
+    def __call__(self, x: Array) -> Array:
+        return _ACTIVATIONS[self.name](x)
 
 
 class GatedMLP(nnx.Module):
     """down(act(gate(x)) * up(x)), with gate and up in one product."""
 
     def __init__(self, name: str, width: int, hidden: int, *, act: str, bias: bool = False, dtype: DTypeLike):
-        self.act = activation(act)
+        self.act = Activation(act)
         self.gate_up = Linear(
             {f"{name}.gate_proj": hidden, f"{name}.up_proj": hidden},
             width,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.config.model import MoEConfig
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.layers.mlp import GatedMLP, activation
+from jaxinfer.models.layers.mlp import Activation, GatedMLP
 from jaxinfer.models.params import Axis, declare
 from jaxinfer.parallel.collectives import part_index, sum_over
 from pallas_kernels.grouped_linear import grouped_linear
@@ -42,7 +42,7 @@ class MoE(nnx.Module):
     ):
         c, fused = config, layout == "fused"
         self.config = c
-        self.act = activation(act)
+        self.act = Activation(act)
         self.router = Linear(
             {f"{name}.router" if fused else f"{name}.gate": c.num_experts},
             width,

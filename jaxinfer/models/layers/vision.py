@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.models.layers.linear import Linear
-from jaxinfer.models.layers.mlp import activation
+from jaxinfer.models.layers.mlp import Activation
 from jaxinfer.models.layers.rope import RopeTables, apply_rope
 from jaxinfer.models.params import Axis, declare
 from jaxinfer.parallel.collectives import mine
@@ -143,7 +143,7 @@ class MLP(nnx.Module):
     """down(act(up(x)))."""
 
     def __init__(self, up: str, down: str, width: int, hidden: int, *, act: str, dtype: DTypeLike):
-        self.act = activation(act)
+        self.act = Activation(act)
         self.up = Linear({up: hidden}, width, axes=("ffn", "embed"), dtype=dtype, bias=True)
         self.down = Linear({down: width}, hidden, axes=("embed", "ffn"), dtype=dtype, bias=True)
 
