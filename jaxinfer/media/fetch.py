@@ -15,9 +15,8 @@ import re
 import socket
 import stat
 import urllib.parse
-from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 
 import aiohttp
@@ -28,15 +27,15 @@ from jaxinfer.errors import ConfigError, RequestError
 
 _SPACE = str.maketrans("", "", " \t\r\n\f")
 _DATA = re.compile(r"data:(?P<type>[^,;]*)(?P<parameters>(?:;[^,;]*)*),", re.IGNORECASE)
-# Networks whose addresses hold an IPv4 address, which some gateway may unpack: (network, bits right of it).
-_WRAPPERS = (
-    (ip_network("::/96"), 0),
-    (ip_network("::ffff:0:0/96"), 0),
-    (ip_network("::ffff:0:0:0/96"), 0),
-    (ip_network("64:ff9b::/96"), 0),
-    (ip_network("2002::/16"), 80),
+# Networks whose addresses end in an IPv4 address, which is what is reached: mapped, and translated by NAT64.
+_WRAPPERS = (ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96"))
+_INTERNET = ip_network("2000::/3")  # all of IPv6 that is given out
+_CLOSED = (  # inside of it, or of IPv4, and not for strangers, though ipaddress may call some global
+    ip_network("192.0.0.0/24"),
+    ip_network("168.63.129.16/32"),  # answers with an Azure machine's secrets
+    ip_network("2002::/16"),  # 6to4: leads to any IPv4 address
+    ip_network("3fff::/20"),
 )
-_AZURE = ip_address("168.63.129.16")  # public by number, but it answers with a virtual machine's secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +74,9 @@ class FetchPolicy:
     def permits(self, address: str) -> bool:
         """Whether an IP address may be connected to."""
         ip = ip_address(address.partition("%")[0])
-        allowed = [ip_network(network) for network in self.networks]
-        return all(
-            any(part in network for network in allowed) or _is_public(part) for part in _with_embedded(ip)
-        )
+        if any(ip in wrapper for wrapper in _WRAPPERS):
+            ip = IPv4Address(int(ip) & 0xFFFFFFFF)
+        return _is_public(ip) or any(ip in ip_network(network) for network in self.networks)
 
     def permits_host(self, host: str) -> bool:
         """Whether a URL may name this host, whatever its address."""
@@ -134,9 +132,15 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
 
 async def _download(url: str, policy: FetchPolicy) -> bytes:
     # A connector for each download: no connection, cookie or proxy of another one is used again.
-    connector = aiohttp.TCPConnector(resolver=_GuardedResolver(policy), use_dns_cache=False)
+    connector = aiohttp.TCPConnector(
+        resolver=_GuardedResolver(policy),
+        socket_factory=lambda address: _socket(address, policy),
+        use_dns_cache=False,
+        force_close=True,
+    )
     async with aiohttp.ClientSession(
         connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # the caller's covers everything
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         headers={"Accept": "image/*", "Accept-Encoding": "identity"},
@@ -150,9 +154,6 @@ async def _download(url: str, policy: FetchPolicy) -> bytes:
                         return await _body(response, policy.max_bytes)
                     target = target.join(yarl.URL(response.headers.get("Location", "")))
         except (aiohttp.ClientError, ValueError, OSError) as error:
-            cause = error.__cause__ if isinstance(error.__cause__, RequestError) else None
-            if cause is not None:
-                raise cause from None
             raise _refusal(f"an image URL cannot be fetched ({type(error).__name__})") from None
     raise _refusal(f"an image URL redirects more than {policy.max_redirects} times")
 
@@ -189,7 +190,7 @@ class _GuardedResolver(AbstractResolver):
             ip = str(address[0])
             # One inner address is enough to refuse a name: another try could get it.
             if not self._policy.permits(ip):
-                raise OSError(f"{host} is at an address that is not public") from _forbidden(host)
+                raise _forbidden(host)
             results.append(
                 ResolveResult(
                     hostname=host,
@@ -204,6 +205,14 @@ class _GuardedResolver(AbstractResolver):
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _socket(address: aiohttp.AddrInfoType, policy: FetchPolicy) -> socket.socket:
+    """The last gate: whatever the URL said and the client made of it, this is what it connects to."""
+    family, kind, protocol, _, place = address
+    if not policy.permits(str(place[0])):
+        raise OSError("the address is not public")
+    return socket.socket(family, kind, protocol)
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -243,21 +252,11 @@ def _read_file(url: str, directory: Path, max_bytes: int) -> bytes:
     return data
 
 
-def _with_embedded(ip: IPv4Address | IPv6Address) -> Sequence[IPv4Address | IPv6Address]:
-    """The IPv4 addresses inside an IPv6 address; else the address itself."""
-    if isinstance(ip, IPv4Address):
-        return [ip]
-    if ip.teredo is not None:
-        return ip.teredo
-    for network, shift in _WRAPPERS:
-        assert isinstance(network, IPv6Network)
-        if ip in network and int(ip) > 1:
-            return [IPv4Address(int(ip) >> shift & 0xFFFFFFFF)]
-    return [ip]
-
-
 def _is_public(ip: IPv4Address | IPv6Address) -> bool:
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip != _AZURE
+    if ip.version == 6 and ip not in _INTERNET:
+        return False
+    closed = any(ip in network for network in _CLOSED)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or closed)
 
 
 def _forbidden(host: str) -> RequestError:

@@ -62,8 +62,13 @@ def with_places(messages: Iterable[Any]) -> list[Any]:
 
 
 async def fetch_all(urls: Sequence[str], policy: FetchPolicy) -> list[bytes]:
-    """The files behind URLs, at once. Raises RequestError as `fetch` does."""
-    return await asyncio.gather(*(fetch(url, policy) for url in urls))
+    """The files behind URLs, at once; the first that fails ends the others. Raises RequestError as `fetch` does."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(fetch(url, policy)) for url in urls]
+    except* RequestError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def put_images(

@@ -73,29 +73,24 @@ class ChunkStream:
         self._parsers = None if parsing is None else [parsing.parser() for _ in choices]
 
     def opening(self) -> bytes:
-        """What comes before any token: the role of each chat choice, or an echoed prompt without log-probabilities."""
-        if self._chat:
-            delta = {"role": "assistant", "content": ""}
-            return b"".join(
-                self._chunk(i, {"delta": delta, "logprobs": None, "finish_reason": None})
-                for i in range(len(self._lengths))
-            )
+        """What comes before any token: nothing, since bench clients take the first chunk with a choice for the first token."""
         return b""
 
     def advance(self, prompt: int, increment: Increment, output: RequestOutput) -> bytes:
-        """The events of what a completion of the prompt-th prompt gained."""
+        """The events of what a completion of the prompt-th prompt gained; a chat choice's first have its role before them."""
         i = prompt * self._n + increment.index
         first = not self._generated[i]
         self._generated[i] += len(increment.token_ids)
+        role = self._role(i) if first and self._chat else b""
         echo = first and self._prepared.request.echo
         if self._plain and not echo:
-            text = b""
+            text = role
             if increment.text:
-                text = self._before_text[i] + _encode(increment.text) + self._after_text
+                text += self._before_text[i] + _encode(increment.text) + self._after_text
             if increment.finish_reason is None:
                 return text
             return text + self._finish(i, increment)
-        return self._detailed(i, prompt, increment, output, echo)
+        return role + self._detailed(i, prompt, increment, output, echo)
 
     def failure(self, error: dict[str, Any]) -> bytes:
         """The end of a stream that failed; `error` is OpenAI's inner object."""
@@ -107,6 +102,10 @@ class ChunkStream:
             return DONE
         counts = usage(outputs, self._prepared, self._tokenizer)
         return event({**self._frame, "choices": [], "usage": counts}) + DONE
+
+    def _role(self, i: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return self._chunk(i, {"delta": delta, "logprobs": None, "finish_reason": None})
 
     def _finish(self, i: int, increment: Increment) -> bytes:
         choice: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}

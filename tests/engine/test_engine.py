@@ -372,6 +372,6 @@ def test_settings_that_cannot_work():
     with pytest.raises(ConfigError, match="raise it or lower max_model_len"):
         LLM("tiny-llama", kv_cache_bytes=1000)
     with pytest.raises(ConfigError, match="only 1 works"):
-        LLM("tiny-llama", tp=2)
+        LLM("tiny-llama", pp=2)
     with pytest.raises(ConfigError, match="kv_dtype 'int3'"):
         LLM("tiny-llama", kv_dtype="int3")

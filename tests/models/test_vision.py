@@ -156,12 +156,21 @@ def test_one_program_serves_images_of_many_shapes():
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("most", [1, 4 * 28 * 3, 4 * 28 * 27])
-def test_attention_takes_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vision, "_MOST_SCORES", most)
-    for name in ("kimi_wide", "kimi_mixed"):
-        assert error(rows_of(kimi(), waves(GRIDS[name]), GRIDS[name]), name) < TOLERANCE
-    assert error(rows_of(llama4(), tiles()), "llama4") < TOLERANCE
+@pytest.mark.parametrize("turn", [1, 3, 6, 7])
+@pytest.mark.parametrize("cut", [True, False])
+def test_attention_takes_some_queries_at_a_time(turn: int, cut: bool, monkeypatch: pytest.MonkeyPatch):
+    batch, count, heads = 2, 7, 3
+    q, k, v = np.random.default_rng(0).standard_normal((3, batch, count, heads, 4)).astype(np.float32)
+    segments = np.array([[0, 0, 1, 1, 1, 2, 0], [5, 5, 5, 5, 5, 5, -1]], np.int32)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 2
+    if cut:
+        scores[~np.broadcast_to((segments[:, :, None] == segments[:, None])[:, None], scores.shape)] = -np.inf
+    chances = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    expected = np.einsum("bhqk,bkhd->bqhd", chances, v)
+    monkeypatch.setattr(vision, "_MOST_SCORES", turn * batch * heads * count)
+    numbers = jnp.asarray(segments) if cut else None
+    mixed = vision.attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), numbers)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
 
 
 def test_bfloat16_stays_close():

@@ -67,6 +67,25 @@ def test_a_chat_stream_has_role_text_one_finish_and_done(serve):
     assert all("usage" not in p for p in parts)
 
 
+def test_the_first_chunk_comes_with_the_first_token(serve):
+    """Bench clients (vllm bench serve, guidellm) take its arrival for the time to first token."""
+    engine = ScriptedEngine(says("Hi"))
+    engine.gate.clear()
+    server = serve(engine, keep_alive_s=0.05)
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.readline() == b": keep-alive\n"  # the head is out, and nothing but comments
+        engine.gate.set()
+        lines = [line for line in response if line.startswith(b"data: ")]
+    assert b'"role":"assistant"' in lines[0]
+    assert b'"content":"H"' in lines[1]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_b07_usage_once_if_asked_and_never_else(serve, path: str):
     server = serve(ScriptedEngine(says("abc")))
