@@ -323,13 +323,9 @@ class StepPrograms:
         return None if self._mesh is None else NamedSharding(self._mesh, EVERYWHERE)
 
     def _state(self) -> SamplerState:
-        shape = (self._num_slots, self.vocab_size)
-        words = (self._num_slots, -(-self.vocab_size // 32))
-        return jax.eval_shape(
-            lambda: SamplerState(
-                jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(words, jnp.int32)
-            )
-        )
+        by_token, words = (self._num_slots, self.vocab_size), (self._num_slots, -(-self.vocab_size // 32))
+        shapes = [(by_token, jnp.int32), (by_token, jnp.float32), (words, jnp.int32)]
+        return SamplerState._make(jax.ShapeDtypeStruct(*shape) for shape in shapes)
 
     def new_cache(self):
         """() -> an empty cache."""
