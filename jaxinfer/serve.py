@@ -122,8 +122,9 @@ def _facts(llm: LLM) -> dict[str, Any]:
 async def _serve(llm: LLM, config: ServerConfig) -> None:
     from jaxinfer.engine.service import EngineService
     from jaxinfer.server.context import ServerContext
-    from jaxinfer.server.lifecycle import running, until_signal
+    from jaxinfer.server.lifecycle import raise_file_limit, running, until_signal
 
+    raise_file_limit()
     context = ServerContext(served_model(llm, config), EngineService(llm.engine), config)
     async with running(context) as url:
         print(f"serving {context.model.name} at {url}", file=sys.stderr, flush=True)

@@ -87,6 +87,12 @@ class GrammarCompiler:
             raise _refusal(constraint, str(error)) from None
         if state.is_error():
             raise _refusal(constraint, state.get_error())
+        # Limits of size show when a mask is made; of what copies share, as the lexer, at the second time.
+        for _ in range(2):
+            trial = state.deep_copy()
+            Matcher(trial, self._vocab_size).mask([])
+            if trial.is_error():
+                raise _refusal(constraint, trial.get_error())
         warnings = state.get_grammar_warnings()
         if warnings:  # a keyword that would not be enforced
             raise _refusal(constraint, warnings[0])
@@ -130,11 +136,14 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "regex":
         return make.grammar_from_regex(constraint.value)
     if constraint.kind == "choice":
-        options = " | ".join(
-            json.dumps(option, ensure_ascii=False) for option in json.loads(constraint.value)
-        )
-        return make.grammar_from_lark(f"start: {options}")
+        # One expression: as alternatives of a grammar more than 2000 are too many.
+        return make.grammar_from_regex("|".join(map(_escaped, json.loads(constraint.value))))
     return llguidance.grammar_from("grammar", constraint.value)
+
+
+def _escaped(text: str) -> str:
+    """A regular expression for this very text."""
+    return "".join(c if c.isalnum() or c == " " else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:

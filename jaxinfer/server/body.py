@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
@@ -19,16 +20,27 @@ async def read_json(request: web.Request) -> Any:
     """The body as JSON.
 
     Raises:
-      HTTPFailure: 415 for another media type, 413 for too many bytes.
-      RequestError: not JSON, or nested too deeply.
+      HTTPFailure: 415 for another media type, 413 for too many bytes, 408 when they take too long to come.
+      RequestError: not JSON, nested too deeply, or not encoded as the headers say.
     """
+    config = request.app[CONTEXT].config
     kind = request.content_type
     if request.headers.get("Content-Type") and kind != "application/json" and not kind.endswith("+json"):
         raise HTTPFailure(415, f"the body must be application/json, not {kind[:80]}")
-    content = await request.read()  # aiohttp refuses more than the application's client_max_size
+    if (request.content_length or 0) > config.max_body_bytes:  # said before it is sent
+        raise web.HTTPRequestEntityTooLarge(config.max_body_bytes, request.content_length or 0)
+    try:
+        async with asyncio.timeout(config.request_timeout_s):
+            content = await request.read()  # aiohttp refuses more than the application's client_max_size
+    except TimeoutError:
+        raise HTTPFailure(
+            408, f"the body took more than {config.request_timeout_s:g} s to come", code="timeout"
+        ) from None
+    except web.RequestPayloadError:
+        raise RequestError("the body is not encoded as its headers say", code="invalid_body") from None
     if not content:
         raise RequestError("the body is empty: send a JSON object", code="invalid_json")
-    limit = request.app[CONTEXT].config.max_json_depth
+    limit = config.max_json_depth
     if content.count(b"[") + content.count(b"{") > limit and _depth(content) > limit:
         raise RequestError(f"the body is nested more than {limit} deep", code="invalid_json")
     return parse_json(content)

@@ -110,6 +110,10 @@ class ServerContext:
                 model.grammars.compile(prepared.params.constraint)  # kept for the engine's thread
             return prepared
 
+        return await self.in_worker(work)
+
+    async def in_worker[T](self, work: Callable[[], T]) -> T:
+        """What `work` returns, called off the event loop. RequestError when it takes too long."""
         limit = self.config.template_timeout_s
         try:
             async with asyncio.timeout(limit):

@@ -23,7 +23,7 @@ async def embeddings(request: web.Request) -> web.Response:
     parsed = parse_embedding_request(await read_json(request))
     check_model(context, parsed.model)
     async with asyncio.timeout(context.config.request_timeout_s):
-        ids = [_ids(text, context) for text in parsed.inputs]
+        ids = await context.in_worker(lambda: [_ids(text, context) for text in parsed.inputs])
         vectors = [await _embed(tokens, parsed, context) for tokens in ids]
     count = sum(map(len, ids))
     call_of(request).note["prompt_tokens"] = count

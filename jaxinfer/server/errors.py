@@ -1,7 +1,8 @@
 """Every failure as OpenAI's error object, with the status that clients and routers act on.
 
-400 the request is wrong, 401/403 the key, 404 no such route or model, 413/431 too large, 429 busy (with Retry-After), 499 is never sent,
-500 our fault (nothing of it is told), 503 nothing can serve, 504 the deadline passed.
+400 the request is wrong, 401/403 the key, 404 no such route or model, 408 a body that does not come, 413 too large,
+429 busy (with Retry-After), 499 is never sent, 500 our fault (nothing of it is told), 503 nothing can serve, 504 the
+deadline passed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,8 @@ from jaxinfer.server.context import ServerContext
 from jaxinfer.server.files import FileStore
 
 logger = logging.getLogger(__name__)
+
+_MAX_FILES = 65_536
 
 
 @contextlib.asynccontextmanager
@@ -75,6 +78,14 @@ async def drain(context: ServerContext) -> None:
             await asyncio.sleep(0)  # let handlers write their last events
     if context.service.num_active:
         logger.warning("%d requests were cut off by the end of the drain", context.service.num_active)
+
+
+def raise_file_limit() -> None:
+    """Lets this process have as many open files as it may: a connection is one, and shells often start with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def until_signal() -> None:

@@ -64,7 +64,8 @@ async def tokenize(request: web.Request) -> web.Response:
         if prompt is None:
             raise RequestError("give prompt or messages", param="prompt")
         special = fields.boolean("add_special_tokens", True)
-        ids = encode_text(prompt, _tokenizer(context), add_special_tokens=special)
+        tokenizer = _tokenizer(context)
+        ids = await context.in_worker(lambda: encode_text(prompt, tokenizer, add_special_tokens=special))
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": context.model.max_model_len, "tokens": ids}
     if fields.boolean("return_token_strs"):
         shown["token_strs"] = [_tokenizer(context).token_text(i) for i in ids]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_tokenizer import EOS
 from tiny_checkpoint import write_checkpoint
 
 from jaxinfer import LLM, Constraint, SamplingParams
@@ -154,6 +155,7 @@ def test_other_rules_hold_too(llm: LLM):
         ("regex", "a\0b", "NUL"),
         ("regex", "", "is empty"),
         ("regex", "a" * 300_000, "most allowed"),
+        ("regex", "(a{1000}){1000}", "too many expressions"),
         ("grammar", "", "is empty"),
         ("grammar", "start: nowhere", "cannot be enforced"),
         ("choice", "[]", "non-empty texts"),
@@ -173,6 +175,23 @@ def test_a_form_needs_an_end_and_a_tokenizer(llm: LLM):
     bare = LLM("tiny-llama", warm_up=False, max_num_seqs=1, max_model_len=64)
     with pytest.raises(RequestError, match="needs a tokenizer"):
         bare.generate([[1, 2]], SamplingParams(constraint=Constraint("json_object")))
+
+
+def test_a_choice_is_any_of_thousands_of_any_characters(llm: LLM):
+    options = ["a", "ab", "é日 🎉\u2028", '(.*)+[x]{3}^$|#&-~<>@"\\/', "\n\t\x7f", *map(str, range(5000))]
+    compiler = llm.engine.grammars
+    assert compiler is not None
+
+    def allowed(ids: list[int]) -> set[int]:
+        mask = compiler.compile(Constraint("choice", json.dumps(options))).mask(ids)
+        return set(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+    assert allowed([]) == {option.encode()[0] for option in options}
+    for option in options[:8]:
+        ids = list(option.encode())
+        assert all(ids[i] in allowed(ids[:i]) for i in range(len(ids))), option
+        assert EOS in allowed(ids)
+    assert allowed(list(b"(")) == {ord(".")}
 
 
 def test_s13_kept_grammars_are_bounded(llm: LLM):
