@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from jaxinfer.errors import RequestError
+from jaxinfer.protocol.convert import read, wrong
 from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request, parse_plain_request
 from jaxinfer.protocol.request import GenerationRequest
-from jaxinfer.protocol.strict_json import Fields, describe, parse_json
+from jaxinfer.protocol.strict_json import describe, parse_json
+from jaxinfer.protocol.types import BatchEndpoint, BatchLineBody, Labelled
 
 MAX_LINE_BYTES = 32 << 20  # as large as a request body may be in vLLM's server
 _PARSERS = {"/v1/chat/completions": parse_chat_request, "/v1/completions": parse_completion_request}
-ENDPOINTS = tuple(_PARSERS)
+ENDPOINTS: tuple[str, ...] = get_args(BatchEndpoint)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -111,24 +113,28 @@ class LineParser:
             return BatchLine(line.id, line.number, True, custom_id, error=error)
 
         openai = not members.keys().isdisjoint(("method", "url", "body"))
-        fields = Fields(members)
         custom_id = None
         in_body = False
         try:
-            custom_id = fields.string("custom_id")
+            custom_id = read(members, Labelled).custom_id
             if custom_id is not None and not self._first_time(custom_id):
-                raise fields.error("custom_id", f"{describe(custom_id)} was used by an earlier line")
+                raise wrong("custom_id", f"{describe(custom_id)} was used by an earlier line")
             if openai:
                 if not custom_id:
-                    raise fields.error("custom_id", "is missing")
-                parse = _openai_parser(fields, self._endpoints)
+                    raise wrong("custom_id", "is missing")
+                outer = read(members, BatchLineBody)
+                if outer.url not in self._endpoints:
+                    wanted = " or ".join(self._endpoints)
+                    raise wrong("url", f"must be {wanted}, got {describe(outer.url)}", code="invalid_url")
+                if outer.body is None:
+                    raise wrong("body", "is missing")
                 in_body = True
-                request = parse(members["body"], self._openai_defaults)
+                request = _PARSERS[outer.url](outer.body, self._openai_defaults)
             else:
                 body = {name: value for name, value in members.items() if name != "custom_id"}
                 request = parse_plain_request(body, self._plain_defaults)
             if request.stream:
-                raise fields.error("stream", "is not possible in a batch: remove it")
+                raise wrong("stream", "is not possible in a batch: remove it")
         except RequestError as error:
             return BatchLine(line.id, line.number, openai, custom_id, error=error, in_body=in_body)
         return BatchLine(line.id, line.number, openai, custom_id, request)
@@ -138,21 +144,6 @@ class LineParser:
         known = key in self._seen
         self._seen.add(key)
         return not known
-
-
-def _openai_parser(fields: Fields, endpoints: Sequence[str]):
-    method = fields.string("method")
-    if method != "POST":
-        raise fields.error(
-            "method", "is missing" if method is None else f"must be 'POST', got {describe(method)}"
-        )
-    url = fields.string("url")
-    if url not in endpoints:
-        wanted = " or ".join(endpoints)
-        raise fields.error("url", f"must be {wanted}, got {describe(url)}", code="invalid_url")
-    if not fields.has("body"):
-        raise fields.error("body", "is missing")
-    return _PARSERS[url]
 
 
 def _salvage_custom_id(data: bytes) -> str | None:

@@ -13,25 +13,25 @@ from jaxinfer.values import as_integer, as_number, shown
 
 FinishReason = str  # "stop" | "length" | "abort" | "error"
 
-_MAX_STOP_STRINGS = 16
-_MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
 _INT64 = (-(2**63), 2**63 - 1)
 _MAX_TOP_K = 2**31 - 1  # the device counts in 32 bits; no vocabulary is larger
 _GREEDY_BELOW = 1e-5  # temperatures: vLLM's bounds
 _MIN_TEMPERATURE = 0.01
 
-# Field: lowest and highest value.
-_INTEGERS: dict[str, tuple[int, int | None]] = {
+# Field of SamplingParams: lowest and highest value. top_p is above its lowest.
+INTEGER_LIMITS: dict[str, tuple[int, int | None]] = {
     "max_tokens": (1, None),
     "n": (1, 1024),
     "top_k": (-1, None),
     "seed": _INT64,
     "min_tokens": (0, None),
-    "logprobs": (0, _MAX_LOGPROBS),
-    "prompt_logprobs": (0, _MAX_LOGPROBS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 _MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
-_NUMBERS = {
+NUMBER_LIMITS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -39,6 +39,7 @@ _NUMBERS = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
+BIAS_LIMIT = 100.0  # of a logit
 _BOOLEANS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -162,11 +163,11 @@ class SamplingParams:
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name, (low, high) in _INTEGERS.items():
+        for name, (low, high) in INTEGER_LIMITS.items():
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 keep(name, _integer(name, value, low, high))
-        for name, (low, high) in _NUMBERS.items():
+        for name, (low, high) in NUMBER_LIMITS.items():
             keep(name, _number(name, getattr(self, name), low, high, open_low=name == "top_p"))
         for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
@@ -195,10 +196,8 @@ class SamplingParams:
     def _check_together(self) -> None:
         if self.max_tokens is not None:
             _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if len(self.stop) > _MAX_STOP_STRINGS:
-            raise RequestError(
-                f"at most {_MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop"
-            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
         if not all(self.stop):
             raise RequestError("stop strings must be non-empty text, got ''", param="stop")
         if not all(word.strip() for word in self.bad_words):
@@ -394,7 +393,10 @@ def _biases(value: object) -> dict[int, float]:
             f"logit_bias must map token ids to numbers, got {shown(value)}", param="logit_bias"
         )
     _ids("logit_bias", value.keys())
-    return {_id("logit_bias", i): _number("logit_bias", bias, -100.0, 100.0) for i, bias in value.items()}
+    return {
+        _id("logit_bias", i): _number("logit_bias", bias, -BIAS_LIMIT, BIAS_LIMIT)
+        for i, bias in value.items()
+    }
 
 
 def _members(name: str, value: object, wanted: str) -> tuple[Any, ...]:

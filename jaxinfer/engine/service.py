@@ -224,9 +224,8 @@ class EngineService:
         self._count(stream, 1)
         try:
             await taken
-        except BaseException:
-            if not taken.done() or taken.cancelled():  # given up while it waited: take it out again
-                self._send(lambda: self._drop(request_id))
+        except BaseException:  # refused, or given up while it waited, perhaps at the moment it was taken
+            self._send(lambda: self._drop(request_id))
             self._end(stream)
             raise
         return stream

@@ -3,83 +3,60 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.engine.request import Constraint
-from jaxinfer.errors import RequestError
-from jaxinfer.protocol.strict_json import Fields, describe
-
-# Field of structured_outputs: kind of constraint.
-_STRUCTURED = {
-    "json": "json_schema",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
-}
+from jaxinfer.protocol.convert import wrong
+from jaxinfer.protocol.types import (
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
 
 
-def read_constraint(fields: Fields) -> Constraint | None:
-    """The constraint that a body asks for, None for free text. RequestError names the field."""
-    format_ = _response_format(fields)
-    structured = _structured_outputs(fields)
+def read_constraint(fields: GenerationFields, body: Mapping[str, Any]) -> Constraint | None:
+    """The constraint that a body asks for, None for free text. RequestError names the field.
+
+    Args:
+      body: what `fields` were read from; options that are not known are in it alone.
+    """
+    format_ = structured = None
+    match fields.response_format:
+        case JsonObjectFormat():
+            format_ = Constraint("json_object", param="response_format")
+        case JsonSchemaFormat(json_schema=holder):
+            format_ = _schema(holder.schema, "response_format")
+    if fields.structured_outputs is not None:
+        structured = _structured_outputs(fields.structured_outputs, body["structured_outputs"])
     if format_ is not None and structured is not None:
-        raise fields.error("structured_outputs", "cannot go with response_format: give one of them")
+        raise wrong("structured_outputs", "cannot go with response_format: give one of them")
     return format_ or structured
 
 
-def _response_format(fields: Fields) -> Constraint | None:
-    if not fields.has("response_format"):
-        return None
-    format_ = Fields(fields.object("response_format"), "response_format")
-    kind = format_.string("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Constraint("json_object", param="response_format")
-    if kind != "json_schema":
-        known = "text, json_object or json_schema"
-        raise format_.error("type", f"must be {known}, got {describe(kind)}")
-    if not format_.has("json_schema"):
-        raise format_.error("json_schema", "is missing")
-    holder = Fields(format_.object("json_schema"), "response_format.json_schema")
-    if not holder.has("schema"):
-        raise holder.error("schema", "is missing")
-    return _schema(holder.get("schema"), "response_format")
-
-
-def _structured_outputs(fields: Fields) -> Constraint | None:
-    if not fields.has("structured_outputs"):
-        return None
-    options = Fields(fields.object("structured_outputs"), "structured_outputs")
-    given = [name for name in options.members if options.has(name) and options.get(name) is not False]
-    unknown = [name for name in given if name not in _STRUCTURED]
-    if unknown:
-        raise options.error(unknown[0], f"is not supported; known: {', '.join(_STRUCTURED)}")
+def _structured_outputs(options: StructuredOutputs, sent: Mapping[str, Any]) -> Constraint | None:
+    known = options.__struct_fields__
+    given = [name for name, value in sent.items() if value is not None and value is not False]
+    for name in given:
+        if name not in known:
+            raise wrong(f"structured_outputs.{name}", f"is not supported; known: {', '.join(known)}")
     if len(given) > 1:
-        raise RequestError(
-            f"structured_outputs takes one form, got {' and '.join(given)}", param="structured_outputs"
-        )
-    if not given:
-        return None
-    [name] = given
-    value = options.get(name)
-    if name == "json":
-        return _schema(value, "structured_outputs")
-    if name == "json_object":
-        if options.boolean("json_object"):
+        raise wrong("structured_outputs", f"takes one form, got {' and '.join(given)}")
+    match options:
+        case StructuredOutputs(json=schema) if schema is not None and schema is not False:
+            return _schema(schema, "structured_outputs")
+        case StructuredOutputs(regex=str(text)):
+            return Constraint("regex", text, param="structured_outputs")
+        case StructuredOutputs(grammar=str(text)):
+            return Constraint("grammar", text, param="structured_outputs")
+        case StructuredOutputs(choice=list(texts)):
+            return Constraint("choice", json.dumps(texts), param="structured_outputs")
+        case StructuredOutputs(json_object=True):
             return Constraint("json_object", param="structured_outputs")
-        return None
-    if name == "choice":
-        return Constraint("choice", json.dumps(options.strings("choice")), param="structured_outputs")
-    text = options.string(name)
-    assert text is not None
-    return Constraint("regex" if name == "regex" else "grammar", text, param="structured_outputs")
+    return None
 
 
-def _schema(value: Any, param: str) -> Constraint:
-    if isinstance(value, str):  # vLLM takes it as text too
-        return Constraint("json_schema", value, param=param)
-    if not isinstance(value, dict | bool):
-        raise RequestError(f"{param}: a JSON schema is an object, got {describe(value)}", param=param)
-    return Constraint("json_schema", json.dumps(value), param=param)
+def _schema(value: dict[str, Any] | bool | str, param: str) -> Constraint:
+    text = value if isinstance(value, str) else json.dumps(value)  # vLLM takes it as text too
+    return Constraint("json_schema", text, param=param)

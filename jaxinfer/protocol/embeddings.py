@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxinfer.protocol.convert import read, read_object
 from jaxinfer.protocol.parse import read_texts_or_ids
-from jaxinfer.protocol.strict_json import Fields, describe
+from jaxinfer.protocol.types import EmbeddingBody
+from jaxinfer.protocol.unsupported import EMBEDDINGS, refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,23 +35,14 @@ class EmbeddingRequest:
 
 def parse_embedding_request(body: Any) -> EmbeddingRequest:
     """Raises RequestError naming the field."""
-    fields = Fields(body)
-    form = fields.string("encoding_format", "float")
-    if form not in ("float", "base64"):
-        raise fields.error("encoding_format", f"must be float or base64, got {describe(form)}")
-    if fields.has("dimensions"):
-        raise fields.error(
-            "dimensions", "is not supported: this model's vectors have one size", code="unsupported_parameter"
-        )
-    pooling = fields.string("pooling", "mean")
-    if pooling not in ("mean", "last"):
-        raise fields.error("pooling", f"must be mean or last, got {describe(pooling)}")
+    refuse_unsupported(read_object(body), EMBEDDINGS)
+    fields = read(body, EmbeddingBody)
     return EmbeddingRequest(
-        inputs=read_texts_or_ids(fields, "input"),
-        base64=form == "base64",
-        pooling=pooling,
-        normalize=fields.boolean("normalize", True),
-        model=fields.string("model"),
+        inputs=read_texts_or_ids(fields.input, "input"),
+        base64=fields.encoding_format == "base64",
+        pooling=fields.pooling or "mean",
+        normalize=fields.normalize is not False,
+        model=fields.model,
     )
 
 

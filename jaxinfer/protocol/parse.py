@@ -5,39 +5,21 @@ Defaults: request > `defaults` (server or command line, then the model's generat
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from jaxinfer.errors import RequestError
-from jaxinfer.protocol.images import IMAGE_PARTS
-from jaxinfer.protocol.request import ChatPrompt, Endpoint, GenerationRequest
-from jaxinfer.protocol.sampling import SAMPLING_FIELDS, read_sampling, with_defaults
-from jaxinfer.protocol.strict_json import Fields, describe, is_integer_list
+from jaxinfer.protocol.convert import read, read_object, wrong
+from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
+from jaxinfer.protocol.sampling import read_sampling, with_defaults
+from jaxinfer.protocol.strict_json import describe
 from jaxinfer.protocol.tools import read_tools
-from jaxinfer.protocol.unsupported import refuse_unsupported
-
-_MAX_PROMPTS = 1024
-_SALT_LENGTH = 128
-_SALT_FORBIDDEN = "@/\\\0"
-_INT64 = 2**63
-
-_COMMON_FIELDS = SAMPLING_FIELDS | {
-    *("model", "user", "priority", "cache_salt", "stream", "best_of", "return_token_ids"),
-}
-_COMPLETION_FIELDS = _COMMON_FIELDS | {"prompt", "echo", "add_special_tokens"}
-_CHAT_FIELDS = _COMMON_FIELDS | {
-    *(
-        "messages",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "reasoning_effort",
-    ),
-}
+from jaxinfer.protocol.types import MAX_PROMPTS, ChatBody, CompletionBody, GenerationFields, One, Several
+from jaxinfer.protocol.unsupported import CHAT, COMPLETIONS, refuse_unsupported
 
 
 def parse_chat_request(body: Any, defaults: Mapping[str, Any] | None = None) -> GenerationRequest:
@@ -46,13 +28,13 @@ def parse_chat_request(body: Any, defaults: Mapping[str, Any] | None = None) -> 
     Raises:
       RequestError: naming the field.
     """
-    fields = _prepared_fields(body, defaults)
-    if fields.boolean("echo"):
-        raise fields.error("echo", "is not supported for chat: remove it", code="unsupported_parameter")
+    refuse_unsupported(read_object(body), CHAT)
+    merged = with_defaults(body, defaults or {})
+    fields = read(merged, ChatBody)
     return GenerationRequest(
         endpoint="chat",
-        chat=_read_chat(fields),
-        sampling=read_sampling(fields, "chat"),
+        chat=_read_chat(fields, merged),
+        sampling=read_sampling(fields, merged),
         **_read_common(fields),
     )
 
@@ -63,14 +45,15 @@ def parse_completion_request(body: Any, defaults: Mapping[str, Any] | None = Non
     Raises:
       RequestError: naming the field.
     """
-    fields = _prepared_fields(body, defaults)
-    echo = fields.boolean("echo")
+    refuse_unsupported(read_object(body), COMPLETIONS)
+    merged = with_defaults(body, defaults or {})
+    fields = read(merged, CompletionBody)
     return GenerationRequest(
         endpoint="completions",
-        prompts=read_texts_or_ids(fields, "prompt"),
-        sampling=read_sampling(fields, "completions", echo=echo),
-        echo=echo,
-        add_special_tokens=fields.boolean("add_special_tokens", True),
+        prompts=read_texts_or_ids(fields.prompt, "prompt"),
+        sampling=read_sampling(fields, merged),
+        echo=fields.echo or False,
+        add_special_tokens=fields.add_special_tokens is not False,
         **_read_common(fields),
     )
 
@@ -81,144 +64,87 @@ def parse_plain_request(body: Any, defaults: Mapping[str, Any] | None = None) ->
     Raises:
       RequestError: naming the field, and the known field it resembles.
     """
-    fields = Fields(body)
-    refuse_unsupported(fields)
-    if fields.has("prompt") and fields.has("messages"):
+    prompt, messages = read_object(body).get("prompt"), body.get("messages")
+    if prompt is not None and messages is not None:
         raise RequestError("give prompt or messages, not both", param="messages")
-    endpoint: Endpoint = "chat" if "messages" in fields.members else "completions"
-    known = _CHAT_FIELDS if endpoint == "chat" else _COMPLETION_FIELDS
-    for name in fields.members:
+    chat = "messages" in body
+    refuse_unsupported(body, CHAT if chat else COMPLETIONS)
+    known = (ChatBody if chat else CompletionBody).__struct_fields__
+    for name in body:
         if name not in known:
             close = difflib.get_close_matches(name, sorted(known), 1, 0.7)
             hint = f", did you mean {close[0]!r}?" if close else ""
             raise RequestError(f"unknown field {describe(name)}{hint}", param=name, code="unknown_field")
-    if endpoint == "chat":
+    if chat:
         return parse_chat_request(body, defaults)
-    if not fields.has("prompt"):
+    if prompt is None:
         raise RequestError("a request needs prompt or messages", param="prompt")
-    if isinstance(body["prompt"], list) and not is_integer_list(body["prompt"]):
-        raise fields.error("prompt", "must be one text or one array of token ids: write one line a prompt")
+    if isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt):
+        raise wrong("prompt", "must be one text or one array of token ids: write one line a prompt")
     return parse_completion_request(body, defaults)
 
 
-def _prepared_fields(body: Any, defaults: Mapping[str, Any] | None) -> Fields:
-    fields = Fields(body)
-    refuse_unsupported(fields)
-    return Fields(with_defaults(fields.members, defaults or {}))
+def read_texts_or_ids(value: Any, name: str) -> tuple[str | tuple[int, ...], ...]:
+    """A text, token ids, or a list of either; at most 1024 of them. RequestError names the field."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return (msgspec.convert(value, One),)
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(value, Several)
+    if value == []:
+        raise wrong(name, "must not be empty")
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and isinstance(value[0], str | list):
+        raise wrong(name, f"may hold at most {MAX_PROMPTS}, got {len(value)}")
+    raise wrong(
+        name, f"must be a text, an array of token ids, or an array of either, got {_first_wrong(value)}"
+    )
 
 
-def _read_common(fields: Fields) -> dict[str, Any]:
-    stream = fields.boolean("stream")
-    if fields.has("stream_options") and not stream:
-        raise fields.error("stream_options", "needs stream: true")
-    options = Fields(fields.object("stream_options"), "stream_options")
+def _first_wrong(value: Any) -> str:
+    if not isinstance(value, list):
+        return describe(value)
+    kind = type(value[0])
+    other = next((one for one in value if type(one) is not kind), value[0])
+    return f"one holding {describe(other)}"
+
+
+def _read_common(fields: GenerationFields) -> dict[str, Any]:
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise wrong("best_of", "other than n is not supported: set n", code="unsupported_parameter")
+    options = fields.stream_options
+    if options is not None and not fields.stream:
+        raise wrong("stream_options", "needs stream: true")
     return {
-        "stream": stream,
-        "include_usage": options.boolean("include_usage"),
-        "continuous_usage_stats": options.boolean("continuous_usage_stats"),
-        "prompt_logprobs": fields.has("prompt_logprobs"),
-        "return_token_ids": fields.boolean("return_token_ids"),
-        "model": fields.string("model"),
-        "user": fields.string("user"),
-        "priority": _read_priority(fields),
-        "cache_salt": _read_cache_salt(fields),
+        "stream": fields.stream or False,
+        "include_usage": options is not None and options.include_usage is True,
+        "continuous_usage_stats": options is not None and options.continuous_usage_stats is True,
+        "prompt_logprobs": fields.prompt_logprobs is not None,
+        "return_token_ids": fields.return_token_ids or False,
+        "model": fields.model,
+        "user": fields.user,
+        "priority": fields.priority or 0,
+        "cache_salt": fields.cache_salt,
     }
 
 
-def _read_priority(fields: Fields) -> int:
-    priority = fields.integer("priority", 0)
-    if not -_INT64 <= priority < _INT64:
-        raise fields.error("priority", "must fit in 64 bits")
-    return priority
-
-
-def _read_cache_salt(fields: Fields) -> str | None:
-    salt = fields.string("cache_salt")
-    if salt is not None and (not 1 <= len(salt) <= _SALT_LENGTH or any(c in salt for c in _SALT_FORBIDDEN)):
-        raise fields.error("cache_salt", f"must be 1 to {_SALT_LENGTH} characters without @, /, \\ and NUL")
-    return salt
-
-
-def read_texts_or_ids(fields: Fields, name: str) -> tuple[str | tuple[int, ...], ...]:
-    """A text, token ids, or a list of either; at most 1024 of them."""
-    prompt = fields.get(name)
-    if isinstance(prompt, str):
-        return (prompt,)
-    wanted = "must be a text, an array of token ids, or an array of either"
-    if not isinstance(prompt, list):
-        raise fields.error(name, "is missing" if prompt is None else f"{wanted}, got {describe(prompt)}")
-    if not prompt:
-        raise fields.error(name, "must not be empty")
-    several = prompt if not is_integer_list(prompt) else [prompt]
-    if len(several) > _MAX_PROMPTS:
-        raise fields.error(name, f"may hold at most {_MAX_PROMPTS}, got {len(several)}")
-    prompts = []
-    for one in several:
-        if not isinstance(one, str) and not is_integer_list(one):
-            raise fields.error(name, f"{wanted}; it holds {describe(one)}")
-        prompts.append(one if isinstance(one, str) else tuple(one))
-    return tuple(prompts)
-
-
-def _read_chat(fields: Fields) -> ChatPrompt:
-    messages = fields.get("messages")
-    if not isinstance(messages, list):
-        got = "is missing" if messages is None else f"must be an array of messages, got {describe(messages)}"
-        raise fields.error("messages", got)
-    if not messages:
-        raise fields.error("messages", "must not be empty")
+def _read_chat(fields: ChatBody, body: Mapping[str, Any]) -> ChatPrompt:
+    """The template gets messages as they were sent."""
+    messages = body["messages"]
     for i, message in enumerate(messages):
-        _check_message(Fields(message, f"messages[{i}]"))
-
-    continue_final = fields.boolean("continue_final_message")
-    add_generation = fields.boolean("add_generation_prompt", not continue_final)
+        if "content" not in message and not message.get("tool_calls"):
+            raise wrong(f"messages[{i}].content", "is missing")
+    continue_final = fields.continue_final_message or False
+    add_generation = fields.add_generation_prompt
+    if add_generation is None:
+        add_generation = not continue_final
     if continue_final and add_generation:
-        raise fields.error("continue_final_message", "cannot go with add_generation_prompt: set one of them")
-    template_kwargs = dict(fields.object("chat_template_kwargs"))
-    if fields.has("reasoning_effort"):
-        template_kwargs["reasoning_effort"] = fields.string("reasoning_effort")
+        raise wrong("continue_final_message", "cannot go with add_generation_prompt: set one of them")
+    template_kwargs = dict(fields.chat_template_kwargs or {})
+    if fields.reasoning_effort is not None:
+        template_kwargs["reasoning_effort"] = fields.reasoning_effort
     return ChatPrompt(
         messages=tuple(messages),
         add_generation_prompt=add_generation,
         continue_final_message=continue_final,
-        tools=read_tools(fields),
+        tools=read_tools(fields, body),
         template_kwargs=template_kwargs,
     )
-
-
-def _check_message(fields: Fields) -> None:
-    """Checks types only; which roles and orders are allowed is the chat template's word."""
-    if not fields.string("role"):
-        raise fields.error("role", "is missing")
-    content = fields.get("content")
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            _check_part(Fields(part, f"{fields.name('content')}[{i}]"))
-    elif content is not None and not isinstance(content, str):
-        raise fields.error("content", f"must be a string, null or an array of parts, got {describe(content)}")
-    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
-        fields.string(name)
-    calls = fields.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(c, dict) for c in calls)):
-        raise fields.error("tool_calls", "must be an array of objects")
-    if "content" not in fields.members and not calls:
-        raise fields.error("content", "is missing")
-
-
-def _check_part(fields: Fields) -> None:
-    kind = fields.string("type")
-    if kind in IMAGE_PARTS:
-        value = fields.get("image_url")
-        url = value if isinstance(value, str) else Fields(value, fields.name("image_url")).string("url")
-        if not url:
-            raise fields.error("image_url", "is missing: give a data: URL")
-        return
-    if kind not in ("text", "input_text", "output_text"):
-        problem = (
-            "is missing"
-            if kind is None
-            else f"{describe(kind)} is not supported yet: send text and image_url parts"
-        )
-        raise fields.error("type", problem, code=None if kind is None else "unsupported_content")
-    if fields.string("text") is None:
-        raise fields.error("text", "is missing")

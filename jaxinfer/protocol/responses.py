@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.engine.service import Increment
+from jaxinfer.protocol.convert import read, read_object, wrong
 from jaxinfer.protocol.prompt import PreparedRequest
-from jaxinfer.protocol.strict_json import Fields, describe
+from jaxinfer.protocol.types import (
+    FlatJsonSchemaFormat,
+    FlatToolChoice,
+    InputItem,
+    JsonObjectFormat,
+    ResponsesBody,
+    ResponseText,
+)
+from jaxinfer.protocol.unsupported import RESPONSES, refuse_unsupported
 from jaxinfer.protocol.usage import response_usage
 from jaxinfer.text.parsers import Delta, OutputParser, make_output_parser
 from jaxinfer.text.tokenizer import Tokenizer
@@ -31,92 +41,69 @@ _SAME = (
     "seed",
     "stop",
 )
-_REFUSED = ("previous_response_id", "conversation", "background", "prompt", "include")
+# What an item of each type cannot do without.
+_NEEDED = {"message": ("role",), "function_call": ("name", "call_id"), "function_call_output": ("call_id",)}
 _encode = msgspec.json.Encoder().encode
 
 
 def to_chat_body(body: Any) -> dict[str, Any]:
     """The chat body that asks for what a Responses body does. RequestError for what has no counterpart."""
-    fields = Fields(body)
-    for name in _REFUSED:
-        if fields.get(name):
-            raise fields.error(
-                name, "is not supported: this server stores nothing", code="unsupported_parameter"
-            )
-    chat: dict[str, Any] = {name: fields.get(name) for name in _SAME if fields.has(name)}
+    refuse_unsupported(read_object(body), RESPONSES)
+    fields = read(body, ResponsesBody)
+    chat = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
     messages = []
-    instructions = fields.string("instructions")
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    chat["messages"] = messages + _messages(fields)
-    if fields.has("max_output_tokens"):
-        chat["max_completion_tokens"] = fields.integer("max_output_tokens")
-    if fields.has("tools"):
-        chat["tools"] = [_tool(Fields(tool, f"tools[{i}]")) for i, tool in enumerate(_list(fields, "tools"))]
-    choice = fields.get("tool_choice")
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if choice is not None and (choice != "auto" or chat.get("tools")):
+    if fields.instructions:
+        messages.append({"role": "system", "content": fields.instructions})
+    chat["messages"] = messages + _messages(fields.input, body["input"])
+    if fields.max_output_tokens is not None:
+        chat["max_completion_tokens"] = fields.max_output_tokens
+    if fields.tools:
+        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    choice = fields.tool_choice
+    if isinstance(choice, FlatToolChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    if choice is not None and (choice != "auto" or fields.tools):
         chat["tool_choice"] = choice
-    if not chat.get("tools"):
-        chat.pop("tools", None)
-    reasoning = Fields(fields.object("reasoning"), "reasoning")
-    if reasoning.has("effort"):
-        chat["reasoning_effort"] = reasoning.string("effort")
-    format_ = Fields(Fields(fields.object("text"), "text").object("format"), "text.format")
-    kind = format_.string("type", "text")
-    if kind == "json_schema":
-        chat["response_format"] = {"type": kind, "json_schema": {"schema": format_.get("schema")}}
-    elif kind != "text":
-        chat["response_format"] = {"type": kind}
+    if fields.reasoning is not None and fields.reasoning.effort is not None:
+        chat["reasoning_effort"] = fields.reasoning.effort
+    match fields.text:
+        case ResponseText(format=JsonObjectFormat()):
+            chat["response_format"] = {"type": "json_object"}
+        case ResponseText(format=FlatJsonSchemaFormat(schema=schema)):
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return chat
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    value = fields.get("input")
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise fields.error("input", "must be a text or an array of items, at least one")
+def _messages(items: str | list[InputItem], sent: Any) -> list[dict[str, Any]]:
+    """sent: what the items were read from."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate(value):
-        item_fields = Fields(item, f"input[{i}]")
-        kind = item_fields.string("type", "message")
+    for i, item in enumerate(items):
+        kind = item.type or "message"
+        for name in _NEEDED.get(kind, ()):
+            if getattr(item, name) is None:
+                raise wrong(f"input[{i}].{name}", "is missing")
         if kind == "message":
-            messages.append({"role": item_fields.string("role"), "content": item_fields.get("content")})
+            messages.append({"role": item.role, "content": sent[i].get("content")})
         elif kind == "function_call":
-            function = {
-                "name": item_fields.string("name"),
-                "arguments": item_fields.string("arguments", "{}"),
-            }
-            call = {"id": item_fields.string("call_id"), "type": "function", "function": function}
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id, "type": "function", "function": function}
             if messages and messages[-1].get("tool_calls"):
                 messages[-1]["tool_calls"].append(call)  # calls of one turn belong together
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = item_fields.get("output")
+            output = item.output
             content = output if isinstance(output, str | list) else json.dumps(output)
-            messages.append(
-                {"role": "tool", "tool_call_id": item_fields.string("call_id"), "content": content}
-            )
-        elif kind != "reasoning":
-            raise item_fields.error("type", f"{describe(kind)} is not supported", code="unsupported_content")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     return messages
 
 
-def _tool(fields: Fields) -> dict[str, Any]:
-    if fields.string("type") != "function":
-        raise fields.error("type", f"must be function, got {describe(fields.get('type'))}")
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: fields.get(name) for name in names if fields.has(name)}}
-
-
-def _list(fields: Fields, name: str) -> list[Any]:
-    value = fields.get(name)
-    if not isinstance(value, list):
-        raise fields.error(name, f"must be an array, got {describe(value)}")
-    return value
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
 
 
 class ResponseObject:
@@ -143,7 +130,7 @@ class ResponseObject:
             "model": model,
             "instructions": body.get("instructions"),
             "max_output_tokens": body.get("max_output_tokens"),
-            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "reasoning": body.get("reasoning") or {"effort": None, "summary": None},
             "store": False,

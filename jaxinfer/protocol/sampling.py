@@ -1,4 +1,4 @@
-"""Sampling fields of a request body → SamplingParams. Types are checked here, ranges by SamplingParams."""
+"""Sampling fields of a request body → SamplingParams."""
 
 from __future__ import annotations
 
@@ -7,38 +7,9 @@ from typing import Any
 
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.protocol.constraints import read_constraint
-from jaxinfer.protocol.request import Endpoint
-from jaxinfer.protocol.strict_json import Fields
+from jaxinfer.protocol.convert import wrong
+from jaxinfer.protocol.types import ChatFields, CompletionBody, SamplingFields
 
-SAMPLING_FIELDS = frozenset(
-    [
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
-        "bad_words",
-        "allowed_token_ids",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "response_format",
-        "structured_outputs",
-    ]
-)
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OPENAI_COMPLETION_TOKENS = 16
 
@@ -59,60 +30,48 @@ def with_defaults(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
     return merged
 
 
-def read_sampling(fields: Fields, endpoint: Endpoint, *, echo: bool = False) -> SamplingParams:
+def read_sampling(fields: ChatFields | CompletionBody, body: Mapping[str, Any]) -> SamplingParams:
     """Builds SamplingParams from a body to which defaults were already applied.
 
-    OpenAI's defaults fill the rest: temperature and top_p 1; max_tokens 16 for completions, up to the context for
-    chat. With `echo` and logprobs the prompt's log-probabilities are computed too.
+    OpenAI's defaults are SamplingParams' own but for max_tokens of a chat: up to the context. With `echo` and logprobs the prompt's
+    log-probabilities are computed too.
+
+    Args:
+      body: what `fields` were read from.
 
     Raises:
       RequestError: naming the field.
     """
-    limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    max_tokens = fields.integer(limit, None if endpoint == "chat" else _OPENAI_COMPLETION_TOKENS)
-    if max_tokens is not None and max_tokens < 1:
-        raise fields.error(limit, f"must be at least 1, got {max_tokens}")
-    min_tokens = fields.integer("min_tokens", 0)
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise fields.error("min_tokens", f"must be at most {limit}={max_tokens}, got {min_tokens}")
+    given = {
+        name: value
+        for name in SamplingFields.__struct_fields__
+        if (value := getattr(fields, name)) is not None
+    }
+    if fields.logit_bias is not None:
+        given["logit_bias"] = {int(token_id): bias for token_id, bias in fields.logit_bias.items()}
 
-    logprobs = _chat_logprobs(fields) if endpoint == "chat" else fields.integer("logprobs")
-    prompt_logprobs = fields.integer("prompt_logprobs")
-    if echo and logprobs is not None:
-        prompt_logprobs = max(logprobs, prompt_logprobs or 0)
+    limit, max_tokens = "max_completion_tokens", fields.max_completion_tokens
+    if max_tokens is None:
+        limit, max_tokens = "max_tokens", fields.max_tokens
+    if max_tokens is None and isinstance(fields, CompletionBody):
+        max_tokens = _OPENAI_COMPLETION_TOKENS
+    if max_tokens is not None and fields.min_tokens is not None and fields.min_tokens > max_tokens:
+        raise wrong("min_tokens", f"must be at most {limit}={max_tokens}, got {fields.min_tokens}")
 
+    if isinstance(fields, CompletionBody):
+        logprobs = fields.logprobs
+        if fields.echo and logprobs is not None:
+            given["prompt_logprobs"] = max(logprobs, fields.prompt_logprobs or 0)
+    else:
+        logprobs = _chat_logprobs(fields)
     return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        n=fields.integer("n", 1),
-        temperature=fields.number("temperature", 1.0),
-        top_p=fields.number("top_p", 1.0),
-        top_k=fields.integer("top_k", 0),
-        min_p=fields.number("min_p", 0.0),
-        presence_penalty=fields.number("presence_penalty", 0.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0),
-        logit_bias=fields.integer_map("logit_bias"),
-        seed=fields.integer("seed"),
-        stop=fields.strings("stop", lone=True),
-        stop_token_ids=fields.integers("stop_token_ids") or (),
-        ignore_eos=fields.boolean("ignore_eos"),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        bad_words=fields.strings("bad_words"),
-        allowed_token_ids=fields.integers("allowed_token_ids"),
-        constraint=read_constraint(fields),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        include_stop_str_in_output=fields.boolean("include_stop_str_in_output"),
+        max_tokens=max_tokens, logprobs=logprobs, constraint=read_constraint(fields, body), **given
     )
 
 
-def _chat_logprobs(fields: Fields) -> int | None:
+def _chat_logprobs(fields: ChatFields) -> int | None:
     """Chat asks with a boolean and a count: `logprobs: true, top_logprobs: 5`."""
-    wanted = fields.boolean("logprobs")
-    top = fields.integer("top_logprobs", 0)
-    if top and not wanted:
-        raise fields.error("top_logprobs", "needs logprobs: true")
-    if not 0 <= top <= 20:
-        raise fields.error("top_logprobs", f"must be between 0 and 20, got {top}")
-    return top if wanted else None
+    top = fields.top_logprobs or 0
+    if top and not fields.logprobs:
+        raise wrong("top_logprobs", "needs logprobs: true")
+    return top if fields.logprobs else None

@@ -7,16 +7,15 @@ to a JSON list of calls, whatever its own notation, as vLLM does: then a call is
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxinfer.engine.request import Constraint
-from jaxinfer.errors import RequestError
-from jaxinfer.protocol.strict_json import Fields, describe
+from jaxinfer.protocol.convert import wrong
+from jaxinfer.protocol.strict_json import describe
+from jaxinfer.protocol.types import ChatFields, FunctionName, ToolChoice
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_TOOLS = 128
 FORCED_PARSER = "llama3_json"  # bare JSON
 
 
@@ -66,52 +65,38 @@ class Tools:
         return "tool_calls" if reason == "stop" and num_calls and self.choice != "named" else reason
 
 
-def read_tools(fields: Fields) -> Tools | None:
-    """The tools of a chat body; None when there are none or tool_choice is "none". RequestError names the field."""
-    parallel = fields.boolean("parallel_tool_calls", True)
-    choice = fields.get("tool_choice")
-    if not fields.has("tools"):
+def read_tools(fields: ChatFields, body: Mapping[str, Any]) -> Tools | None:
+    """The tools of a chat body; None when there are none or tool_choice is "none". RequestError names the field.
+
+    Args:
+      body: what `fields` were read from; the template gets its tools as they were sent.
+    """
+    choice = fields.tool_choice
+    if fields.tools is None:
         if choice not in (None, "none"):
-            raise fields.error("tool_choice", "needs tools")
+            raise wrong("tool_choice", "needs tools")
         return None
-    tools = fields.get("tools")
-    if not isinstance(tools, list) or not tools:
-        raise fields.error("tools", f"must be an array of tools, at least one; got {describe(tools)}")
-    if len(tools) > _MAX_TOOLS:
-        raise fields.error("tools", f"may hold at most {_MAX_TOOLS} tools, got {len(tools)}")
-    names = [_check_tool(Fields(tool, f"tools[{i}]")) for i, tool in enumerate(tools)]
-    if len(set(names)) < len(names):
-        raise fields.error("tools", "must have names of their own")
-    shared = {"functions": tuple(tools), "parallel": parallel}
-    if choice in (None, "auto"):
-        return Tools(**shared)
-    if choice == "none":
-        return None
-    if choice == "required":
-        return Tools(**shared, choice="required")
-    if not isinstance(choice, dict):
-        raise fields.error(
-            "tool_choice", f"must be none, auto, required or a function, got {describe(choice)}"
-        )
-    name = Fields(Fields(choice, "tool_choice").object("function"), "tool_choice.function").string("name")
-    if name not in names:
-        raise RequestError(
-            f"tool_choice names {describe(name)}, which is not among the tools", param="tool_choice"
-        )
-    return Tools(**shared, choice="named", name=name)
-
-
-def _check_tool(fields: Fields) -> str:
-    kind = fields.string("type")
-    if kind != "function":
-        raise fields.error("type", f"must be function, got {describe(kind)}")
-    function = Fields(fields.object("function"), fields.name("function"))
-    name = function.string("name")
-    if name is None or not _NAME.fullmatch(name):
-        raise function.error("name", "must be 1 to 64 letters, digits, _, . or -")
-    function.string("description")
-    if function.has("parameters"):
-        parameters = function.object("parameters")
-        # Checks size, depth and NUL as a constraint's own schema.
-        Constraint("json_schema", json.dumps(parameters), param=function.name("parameters"))
-    return name
+    names = {tool.function.name for tool in fields.tools}
+    if len(names) < len(fields.tools):
+        raise wrong("tools", "must have names of their own")
+    for i, tool in enumerate(fields.tools):
+        if tool.function.parameters is not None:
+            # Checks size, depth and NUL as a constraint's own schema.
+            Constraint(
+                "json_schema",
+                json.dumps(tool.function.parameters),
+                param=f"tools[{i}].function.parameters",
+            )
+    parallel = fields.parallel_tool_calls is not False
+    functions = tuple(body["tools"])
+    match choice:
+        case None | "auto":
+            return Tools(functions=functions, parallel=parallel)
+        case "none":
+            return None
+        case "required":
+            return Tools(functions=functions, parallel=parallel, choice="required")
+        case ToolChoice(function=FunctionName(name=name)):
+            if name not in names:
+                raise wrong("tool_choice", f"names {describe(name)}, which is not among the tools")
+            return Tools(functions=functions, parallel=parallel, choice="named", name=name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.protocol.strict_json import Fields
+from jaxinfer.protocol.convert import wrong
 
-# Field → values that ask for nothing, and so pass.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+
+# Field → values beside null that ask for nothing, and so pass.
+COMPLETIONS: Neutral = {
     # tools as they were asked for before `tools`
     "functions": (),
     "function_call": ("none",),
@@ -39,15 +42,37 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "return_tokens_as_token_ids": (False,),
 }
+CHAT: Neutral = {**COMPLETIONS, "echo": (False,)}
+RESPONSES: Neutral = {
+    # this server stores nothing
+    "previous_response_id": ("",),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "include": ([],),
+}
+EMBEDDINGS: Neutral = {"dimensions": ()}
+BATCHES: Neutral = {"output_expires_after": ()}
+_GUIDED = "guided_"  # vLLM's grammars of old; refused everywhere
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(body: Mapping[str, Any], neutral: Neutral) -> None:
     """Raises RequestError for the first field that asks for something not supported."""
-    for name, value in fields.members.items():
+    for name, value in body.items():
         if value is None:
             continue
-        if (name in _NEUTRAL and value not in _NEUTRAL[name]) or name.startswith("guided_"):
-            raise fields.error(name, "is not supported yet: remove it", code="unsupported_parameter")
-    best_of = fields.integer("best_of")
-    if best_of is not None and best_of != fields.integer("n", 1):
-        raise fields.error("best_of", "other than n is not supported: set n", code="unsupported_parameter")
+        others = neutral.get(name)
+        if others is None:
+            refused = name.startswith(_GUIDED)
+        else:
+            refused = not any(type(value) is type(other) and value == other for other in others)
+        if refused:
+            raise wrong(name, "is not supported: remove it", code="unsupported_parameter")
+
+
+def unsupported_schema(neutral: Neutral) -> dict[str, Any]:
+    """The JSON schema that says the same."""
+    shown = {
+        name: {"enum": [None, *values], "description": "Not supported."} for name, values in neutral.items()
+    }
+    return {"properties": shown, "patternProperties": {f"^{_GUIDED}": {"type": "null"}}}

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxinfer.server import batches, embeddings, files, generate, playground, responses, system
+from jaxinfer.server import batches, embeddings, files, generate, openapi, playground, responses, system
 from jaxinfer.server.access import access_log
 from jaxinfer.server.auth import Keys, authorization
 from jaxinfer.server.call import call_of
@@ -40,6 +40,7 @@ def make_app(context: ServerContext) -> web.Application:
             web.get("/ready", system.ready),
             web.get("/metrics", system.metrics),
             web.get("/version", system.version),
+            web.get("/openapi.json", openapi.document),
             web.get("/v1/models", system.models),
             web.get("/v1/models/{model:.+}", system.model),
             web.post("/tokenize", system.tokenize),

@@ -13,7 +13,7 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.server.errors import HTTPFailure
 
 # Canonical paths of routes. The page at / holds no data; what it fetches asks for the key.
-_OPEN = frozenset(("/health", "/ready", "/"))
+OPEN = frozenset(("/health", "/ready", "/"))
 _ADMIN = "/admin/"
 
 
@@ -49,7 +49,7 @@ def authorization(keys: Keys | None, admin_keys: Keys | None) -> Any:
             if admin_keys is None:
                 raise HTTPFailure(403, "admin routes are off: start the server with --admin-keys-file")
             _check(request, admin_keys)
-        elif keys is not None and route not in _OPEN and request.method != "OPTIONS":
+        elif keys is not None and route not in OPEN and request.method != "OPTIONS":
             _check(request, keys)
         return await handler(request)
 

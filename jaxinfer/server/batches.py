@@ -24,12 +24,14 @@ from typing import Any
 from aiohttp import web
 
 from jaxinfer.batch import results
-from jaxinfer.batch.lines import ENDPOINTS, read_lines
+from jaxinfer.batch.lines import read_lines
 from jaxinfer.batch.output import OrderedOutput, journal_of, read_results
 from jaxinfer.batch.runner import BatchProgress, run_batch
 from jaxinfer.engine.service import EngineFailure
 from jaxinfer.errors import RequestError
-from jaxinfer.protocol.strict_json import Fields
+from jaxinfer.protocol.convert import read, read_object
+from jaxinfer.protocol.types import BatchBody
+from jaxinfer.protocol.unsupported import BATCHES, refuse_unsupported
 from jaxinfer.server.batch_engine import ServedBatchModel, Stopped
 from jaxinfer.server.body import read_json
 from jaxinfer.server.context import CONTEXT, ServerContext
@@ -287,24 +289,11 @@ def batches_of(request: web.Request) -> BatchStore:
 
 
 async def create(request: web.Request) -> web.Response:
-    fields = Fields(await read_json(request))
+    body = await read_json(request)
     store = batches_of(request)
-    endpoint, input_file = fields.string("endpoint"), fields.string("input_file_id")
-    if endpoint not in ENDPOINTS:
-        raise fields.error("endpoint", f"must be one of {', '.join(ENDPOINTS)}")
-    if input_file is None:
-        raise fields.error("input_file_id", "is missing")
-    if fields.string("completion_window", "24h") != "24h":
-        raise fields.error("completion_window", "must be 24h")
-    if fields.has("output_expires_after"):
-        raise fields.error("output_expires_after", "is not supported: results stay until they are deleted")
-    metadata = fields.object("metadata")
-    sane = all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in metadata.items())
-    if len(metadata) > 16 or not sane:
-        raise fields.error(
-            "metadata", "may hold 16 texts of at most 512 characters, their names of at most 64"
-        )
-    return web.json_response(store.create(input_file, endpoint, metadata))
+    refuse_unsupported(read_object(body), BATCHES)
+    asked = read(body, BatchBody)
+    return web.json_response(store.create(asked.input_file_id, asked.endpoint, asked.metadata or {}))
 
 
 async def retrieve(request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ from aiohttp import web
 from jaxinfer.config.server import ServerConfig
 from jaxinfer.engine.constraint import GrammarCompiler
 from jaxinfer.engine.service import EngineService
-from jaxinfer.errors import RequestError
+from jaxinfer.errors import OverloadError, RequestError
 from jaxinfer.media.fetch import FetchPolicy
 from jaxinfer.media.images import ImageLimits
 from jaxinfer.media.processor import ImageProcessor
@@ -84,6 +84,7 @@ class ServerContext:
         self.started = int(time.time())
         # Rendering and tokenising hold the GIL for milliseconds; a few threads keep one slow prompt from blocking the rest.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="prepare")
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # they take up to a second each
 
     async def prepare(self, request: GenerationRequest) -> PreparedRequest:
         """`jaxinfer.protocol.prompt.prepare` off the event loop. RequestError when it takes too long."""
@@ -94,7 +95,7 @@ class ServerContext:
             files = await fetch_all(urls, self._images.policy)
 
         def work() -> PreparedRequest:
-            prepared = prepare(
+            return prepare(
                 request,
                 model.tokenizer,
                 model.chat_template,
@@ -106,25 +107,38 @@ class ServerContext:
                 images=self._images,
                 files=files,
             )
-            if prepared.params.constraint is not None and model.grammars is not None:
-                model.grammars.compile(prepared.params.constraint)  # kept for the engine's thread
-            return prepared
 
-        return await self.in_worker(work)
+        prepared = await self.in_worker(work)
+        constraint, grammars = prepared.params.constraint, model.grammars
+        if constraint is not None and grammars is not None:  # kept for the engine's thread
+            await self._in_pool(
+                self._compilers, lambda: grammars.compile(constraint), "compiling the grammar"
+            )
+        return prepared
 
     async def in_worker[T](self, work: Callable[[], T]) -> T:
-        """What `work` returns, called off the event loop. RequestError when it takes too long."""
+        """What `work` returns, called off the event loop.
+
+        Raises:
+          RequestError: it takes too long.
+          OverloadError: it could not even be begun in that time.
+        """
+        return await self._in_pool(self._workers, work, "rendering and tokenising the prompt")
+
+    async def _in_pool[T](self, pool: ThreadPoolExecutor, work: Callable[[], T], what: str) -> T:
         limit = self.config.template_timeout_s
+        job = pool.submit(work)
         try:
             async with asyncio.timeout(limit):
-                return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+                return await asyncio.wrap_future(job)
         except TimeoutError:
-            raise RequestError(
-                f"rendering and tokenising the prompt took more than {limit:g} s: shorten it"
-            ) from None
+            if job.cancelled():
+                raise OverloadError("too many requests are being prepared: try again later") from None
+            raise RequestError(f"{what} took more than {limit:g} s: make it shorter") from None
 
     def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._workers, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 CONTEXT = web.AppKey("context", ServerContext)

@@ -23,7 +23,9 @@ from jaxinfer.server.context import CONTEXT
 from jaxinfer.server.errors import HTTPFailure
 
 _ID = re.compile(r"file-[0-9a-f]{24}")
-_PURPOSES = ("batch", "batch_output", "user_data")
+PURPOSES = ("batch", "batch_output", "user_data")
+_INTEGER = re.compile(r"-?[0-9]+")
+_MAX_DIGITS = 20  # of a limit that are read: a page is never so long
 _CHUNK = 2**18
 
 
@@ -174,8 +176,8 @@ async def upload(request: web.Request) -> web.Response:
             raise RequestError("the body is not well-formed multipart/form-data", param="file") from None
         if filename is None:
             raise RequestError("the part file is missing", param="file")
-        if purpose not in _PURPOSES:
-            raise RequestError(f"purpose must be one of {', '.join(_PURPOSES)}", param="purpose")
+        if purpose not in PURPOSES:
+            raise RequestError(f"purpose must be one of {', '.join(PURPOSES)}", param="purpose")
         return web.json_response(new.finish(filename, purpose))
 
 
@@ -231,10 +233,10 @@ async def delete(request: web.Request) -> web.Response:
 
 def page(objects: list[dict[str, Any]], request: web.Request) -> dict[str, Any]:
     """OpenAI's list object: `limit` of them after the one named by `after`."""
-    try:
-        limit = min(max(int(request.query.get("limit", "100")), 1), 10_000)
-    except ValueError:
-        raise RequestError("limit must be an integer", param="limit") from None
+    asked = request.query.get("limit", "100")
+    if not _INTEGER.fullmatch(asked):
+        raise RequestError("limit must be an integer", param="limit")
+    limit = min(max(int(asked[:_MAX_DIGITS]), 1), 10_000)
     ids = [o["id"] for o in objects]
     after = request.query.get("after")
     if after is not None:

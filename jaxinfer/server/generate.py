@@ -228,27 +228,27 @@ class _Job:
     async def _submit(self, sink: Any, places: dict[str, int] | None = None) -> None:
         """All prompts at once, so that the engine takes them between the same two steps."""
         request = self._prepared.request
-        submissions = []
+        tasks: list[asyncio.Task[RequestStream]] = []
         for place, prompt in enumerate(self._prepared.prompts):
             request_id = f"{call_of(self._request).id}-{next(_numbers)}"
             if places is not None:
                 places[request_id] = place
-            submissions.append(
-                self._context.service.submit(
-                    request_id,
-                    prompt.token_ids,
-                    self._prepared.params,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    media=prompt.media,
-                    sink=sink,
-                )
+            submission = self._context.service.submit(
+                request_id,
+                prompt.token_ids,
+                self._prepared.params,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                media=prompt.media,
+                sink=sink,
             )
-        taken = await asyncio.gather(*submissions, return_exceptions=True)
-        self._streams += [stream for stream in taken if isinstance(stream, RequestStream)]
-        for error in taken:
-            if isinstance(error, BaseException):
-                raise error
+            tasks.append(asyncio.create_task(submission))
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:  # whoever is told to stop just now must still know what to take out of the engine
+            self._streams += [t.result() for t in tasks if not t.cancelled() and t.exception() is None]
+        for task in tasks:
+            task.result()
 
     def _outputs(self) -> list[RequestOutput]:
         outputs = []

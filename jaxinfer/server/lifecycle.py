@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.server.app import make_app
@@ -30,6 +31,7 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
       ConfigError: the address cannot be bound.
     """
     config = context.config
+    logging.getLogger("aiohttp.server").addFilter(_worth_a_traceback)
     runner = web.AppRunner(
         make_app(context),
         handler_cancellation=True,  # a client that leaves ends its handler, and so its request
@@ -66,6 +68,12 @@ async def running(context: ServerContext) -> AsyncIterator[str]:
         if context.files is not None:
             context.files.close()
         context.close()
+
+
+def _worth_a_traceback(record: logging.LogRecord) -> bool:
+    """What a client got wrong in HTTP itself is not; aiohttp has answered it with 400."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 async def drain(context: ServerContext) -> None:

@@ -8,10 +8,11 @@ from aiohttp import web
 
 import jaxinfer
 from jaxinfer.errors import RequestError
+from jaxinfer.protocol.convert import read
 from jaxinfer.protocol.parse import parse_chat_request
 from jaxinfer.protocol.prompt import encode_text
 from jaxinfer.protocol.request import GenerationRequest
-from jaxinfer.protocol.strict_json import Fields
+from jaxinfer.protocol.types import DetokenizeBody, TokenizeBody
 from jaxinfer.server.admission import check_alive
 from jaxinfer.server.body import read_json
 from jaxinfer.server.context import CONTEXT, ServerContext
@@ -55,32 +56,32 @@ async def model(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """vLLM's: `prompt` or `messages` → token ids, their count, and the context's limit."""
     context = request.app[CONTEXT]
-    fields = Fields(await read_json(request))
-    check_model(context, fields.string("model"))
-    if fields.has("messages"):
-        ids = await _chat_ids(context, dict(fields.members))
-    else:
-        prompt = fields.string("prompt")
-        if prompt is None:
-            raise RequestError("give prompt or messages", param="prompt")
-        special = fields.boolean("add_special_tokens", True)
+    body = await read_json(request)
+    fields = read(body, TokenizeBody)
+    check_model(context, fields.model)
+    prompt = fields.prompt
+    if fields.messages is not None:
+        ids = await _chat_ids(context, body)
+    elif prompt is not None:
+        special = fields.add_special_tokens is not False
         tokenizer = _tokenizer(context)
         ids = await context.in_worker(lambda: encode_text(prompt, tokenizer, add_special_tokens=special))
+    else:
+        raise RequestError("give prompt or messages", param="prompt")
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": context.model.max_model_len, "tokens": ids}
-    if fields.boolean("return_token_strs"):
+    if fields.return_token_strs:
         shown["token_strs"] = [_tokenizer(context).token_text(i) for i in ids]
     return web.json_response(shown)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    fields = Fields(await read_json(request))
-    check_model(context, fields.string("model"))
-    ids = fields.get("tokens")
+    fields = read(await read_json(request), DetokenizeBody)
+    check_model(context, fields.model)
     size = context.model.vocab_size
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < size for i in ids):
+    if fields.tokens and max(fields.tokens) >= size:
         raise RequestError(f"tokens must be an array of token ids between 0 and {size - 1}", param="tokens")
-    return web.json_response({"prompt": _tokenizer(context).decode(ids, skip_special_tokens=False)})
+    return web.json_response({"prompt": _tokenizer(context).decode(fields.tokens, skip_special_tokens=False)})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

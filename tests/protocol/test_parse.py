@@ -138,10 +138,10 @@ def test_every_sampling_field_arrives():
         ("seed", "7"),
         ("stop", 5),
         ("stop", ""),
-        ("stop", ["a", 5]),
+        ("stop[1]", ["a", 5]),
         ("stop", ["a"] * 17),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", ["1"]),
+        ("stop_token_ids[0]", [-1]),
+        ("stop_token_ids[0]", ["1"]),
         ("stop_token_ids", 5),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"-1": 1}),
@@ -181,11 +181,18 @@ def test_every_sampling_field_arrives():
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("structured_outputs.pattern", {"pattern": "a"}),
         ("use_beam_search", True),
+        ("use_beam_search", 0),
+        ("cache_salt", "a" * 128 + "\n"),
+        ("logit_bias", {"5\n": 1}),
+        ("logit_bias", {"5": 100.5}),
+        ("bad_words[0]", [""]),
+        ("response_format.type", {"type": 5}),
+        ("structured_outputs.choice", {"choice": []}),
         ("truncate_prompt_tokens", 5),
     ],
 )
 def test_a_bad_completion_field_is_named(field, value):
-    assert refusal(completion, **{field.split(".")[0]: value}).param == field
+    assert refusal(completion, **{field.split(".")[0].split("[")[0]: value}).param == field
 
 
 @pytest.mark.parametrize(
@@ -204,7 +211,7 @@ def test_a_bad_completion_field_is_named(field, value):
         ("messages[0].content", [{"role": "user", "content": {"text": "x"}}]),
         ("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
         (
-            "messages[0].content[0].image_url",
+            "messages[0].content[0].image_url.url",
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         ),
         (
@@ -226,15 +233,19 @@ def test_a_bad_message_is_named(field, value):
         ("top_logprobs", "5"),
         ("top_logprobs", 5),
         ("tools", []),
-        ("tools[0].function.name", [{"type": "function"}]),
+        ("tools[0].function", [{"type": "function"}]),
         ("tool_choice", "auto"),
         ("tools[0].function.name", [{"type": "function", "function": {"name": "a b"}}]),
+        ("tools[0].function.name", [{"type": "function", "function": {}}]),
+        ("tools[0].function.name", [{"type": "function", "function": {"name": "f\n"}}]),
+        ("tools[0].function.parameters", [{"type": "function", "function": {"name": "f", "parameters": []}}]),
         ("tools[0].type", [{"type": "web_search"}]),
+        ("tool_choice", "sometimes"),
         ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
         ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]),
         ("response_format.json_schema", {"type": "json_schema"}),
         ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "x"}}),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}),
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"schema": []}}),
         ("response_format.type", {"type": "yaml"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
@@ -341,12 +352,13 @@ def test_plain_lines_choose_their_endpoint():
     [
         ({"prompt": "a", "temprature": 1}, "unknown field 'temprature', did you mean 'temperature'\\?"),
         ({"prompt": "a", "zzz": 1}, "unknown field 'zzz'$"),
-        ({"messages": [USER], "echo": True}, "unknown field 'echo'"),
+        ({"messages": [USER], "echo": True}, "echo is not supported"),
+        ({"messages": [USER], "echo": False}, "unknown field 'echo'"),
         ({"prompt": "a", "messages": [USER]}, "not both"),
         ({"prompt": ["a", "b"]}, "one line a prompt"),
         ({"temperature": 1}, "needs prompt or messages"),
         ({}, "needs prompt or messages"),
-        ({"prompt": "a", "logits_processors": ["x"]}, "logits_processors is not supported yet"),
+        ({"prompt": "a", "logits_processors": ["x"]}, "logits_processors is not supported"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +63,8 @@ class ScriptedEngine:
         self.max_waiting = 10_000
         self.gate = threading.Event()
         self.gate.set()
-        self.aborted: list[str] = []
-        self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.aborted: MutableSequence[str] = []
+        self.seen: MutableSequence[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.requests: dict[str, tuple[RequestState, list[Completion], list[list[int]]]] = {}
         self.num_steps = 0
         self.num_tokens = 0

@@ -107,7 +107,7 @@ def test_a_history_of_calls_and_answers(serve):
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format.type"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"max_output_tokens": "5"}, "max_output_tokens"),
     ],
 )

@@ -54,6 +54,19 @@ def test_templates_cannot_reach_out_of_the_sandbox(source: str):
         render(source)
 
 
+def test_filters_and_methods_do_what_they_do():
+    source = (
+        "{{ ['a', 1, none] | join('-') }} {{ ', '.join(['a', 'b']) }} {{ 'aXbX' | replace('X', 'yz') }} {{ 'aXb'.replace('X', '') }} "
+        "{{ 'a\nb' | indent(2) }} {{ 'a' ~ 1 ~ none ~ 'é' }} {{ '{} {:>3}'.format(1, 'b') }} {{ [{'k': 'v'}] | tojson(indent=2) }} "
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join }} {{ 'ab' | upper | list | length }} "
+        "{{ 'x' | center(3) }}| {{ [3, 1] | sort | first }} {{ {'b': 1} | items | list }} {{ '%s-%d' | format('a', 2) }}"
+    )
+    assert render(source) == (
+        'a-1-None a, b ayzbyz ab a\n  b a1Noneé 1   b [\n  {\n    "k": "v"\n  }\n] hi 2 '
+        " x | 1 [('b', 1)] a-2"
+    )
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -66,6 +79,26 @@ def test_templates_cannot_reach_out_of_the_sandbox(source: str):
         "{{ 'x'.ljust(10**9) }}",
         "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | string }}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | tojson }}",
+        "{% set n = namespace(s=9999) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+        "{{ 'x' | center(10**9) }}",
+        "{{ 'x\ny' | indent(10**9) }}",
+        "{{ ('x\n' * 90000) | indent(90000) }}",
+        "{{ messages | tojson(indent=10**9) }}",
+        "{{ ('x' * 900000) | replace('x', 'y' * 900000) }}",
+        "{{ ('x' * 900000).replace('x', 'y' * 900000) }}",
+        "{{ ['x' * 900000] * 10000 | int }}",
+        "{{ (['x' * 900000] * 10000) | join }}",
+        "{{ ('x' * 900000).join(['a'] * 10000) }}",
+        "{{ range(9999) | map('string') | join('x' * 900000) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10**9) }}",
+        "{{ '\t\t\t'.expandtabs(900000) }}",
+        "{{ ('a' * 9000).translate({97: 'x' * 9000}) }}",
+        "{{ lipsum(10**6) }}",
     ],
 )
 def test_templates_cannot_take_much_memory(source: str):
