@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.config.mesh import MeshConfig
+from jaxinfer.config.processes import ProcessConfig
 from jaxinfer.engine.build import build_engine
 from jaxinfer.engine.request import RequestOutput, SamplingParams, token_ids
-from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.media.item import MediaItem
 from jaxinfer.media.registry import make_processor
+from jaxinfer.models.params import param_specs
 from jaxinfer.protocol.images import ImageOptions, fetch_all, image_urls, put_images, with_places
 from jaxinfer.protocol.prompt import encode_text
 from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.text.chat import ChatTemplate, encode_chat
 from jaxinfer.values import as_integer, shown
+from jaxinfer.weights.open import open_checkpoint
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]
@@ -36,6 +38,9 @@ class LLM:
       weights: "packed" keeps matrices in the blocks of codes they are stored in (GGUF's Q4_0, Q4_1, Q8_0), "dense" spreads
         them out into `dtype`; "auto" packs where a kernel multiplies with them in place and no dtype is asked for.
       tp, pp, ep: degrees of tensor, pipeline and expert parallelism.
+      coordinator, num_processes, process_id: several processes, which all make the same LLM, share the devices; see
+        jaxinfer.config.processes.ProcessConfig. Process 0 goes on; in the others LLM(…) does what that one asks for, and
+        raises SystemExit when it ends.
       max_model_len: longest prompt and generation together, tokens; None: what the model was made for.
       engine_options: fields of jaxinfer.config.engine.EngineConfig.
 
@@ -58,9 +63,13 @@ class LLM:
         ep: int = 1,
         max_model_len: int | None = None,
         weights: str = "auto",
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
         **engine_options: Any,
     ):
         parallel = MeshConfig(tp=tp, pp=pp, ep=ep)
+        processes = ProcessConfig(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
         if parallel.pp > 1:
             raise ConfigError(f"pp={pp}: pipeline parallelism is not there yet, only 1 works")
         built = build_engine(
@@ -69,6 +78,7 @@ class LLM:
             weights=weights,
             max_model_len=max_model_len,
             parallel=parallel,
+            processes=processes,
             **engine_options,
         )
         self.model_name = str(model)
@@ -83,14 +93,8 @@ class LLM:
         self.generation_defaults = built.generation_defaults
         self.max_model_len = built.engine.config.max_model_len
         self.vocab_size = built.model.config.vocab_size
-        self._teacher = TeacherForcing(
-            built.model,
-            built.params,
-            built.cache_spec,
-            self.max_model_len,
-            tower=built.tower,
-            mesh=built.mesh,
-        )
+        self._teacher = built.teacher
+        self._model, self._alone = built.model, not processes.several
         self._ids = itertools.count()
 
     def generate(
@@ -171,6 +175,19 @@ class LLM:
     ) -> dict[int, np.ndarray]:
         """Hidden states, float32 [T, D], by layer: 0 the embeddings, i the output of layer i, the last one normalised."""
         return self._teacher.hidden_states(token_ids, layers)
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the weights as they are in memory, with the tokenizer, to a new directory that `LLM` and every command open.
+
+        Opening it converts nothing, and gives each device its own slices, however many there are then. Its `dtype` and
+        `weights` are what this model was opened with. Raises CheckpointError when the place is taken or cannot be written.
+        """
+        if not self._alone:
+            raise ConfigError("saving needs all weights in one process: open the model without coordinator")
+        from jaxinfer.weights.orbax import save_parameters  # takes a second to import
+
+        specs = param_specs(self._model) + ([] if self.tower is None else param_specs(self.tower))
+        save_parameters(Path(directory), specs, self.params, open_checkpoint(self.model_name))
 
     def _run(
         self,

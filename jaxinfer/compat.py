@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
+import numpy as np
+from jax._src import distributed, xla_bridge
+from jax.experimental import multihost_utils
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfer.cachedir import cache_root
@@ -66,3 +70,75 @@ def free_memory() -> int:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """What the processes of jax.distributed share: texts by name.
+
+    Attributes:
+      host: of process 0.
+    """
+
+    host: str
+    num_processes: int
+    process_id: int
+
+    def set(self, key: str, value: str) -> None:
+        _client().key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Waits until it is set."""
+        return _client().blocking_key_value_get(key, int(timeout_s * 1000))
+
+
+def _client() -> Any:
+    return distributed.global_state.client
+
+
+def join_processes(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    num_devices: int,
+    timeout_s: int,
+) -> Store:
+    """Starts jax.distributed, on the coordinator's address alone. Without arguments JAX asks the cluster that runs the process.
+
+    num_devices: of all processes together; on CPU each makes its share of them.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    _keep_stdout()
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=timeout_s,
+        coordinator_bind_address=coordinator if process_id == 0 else None,
+    )
+    state = distributed.global_state
+    make_cpu_devices(num_devices // state.num_processes)
+    address = state.coordinator_address
+    assert address is not None
+    return Store(address.rsplit(":", 1)[0].strip("[]"), state.num_processes, state.process_id)
+
+
+def _keep_stdout() -> None:
+    """Leaves stdout to Python alone: Gloo writes there whom it has reached, which goes to stderr from now on."""
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:
+        return
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    own.reconfigure(line_buffering=sys.stdout.line_buffering)
+    os.dup2(2, 1)
+    sys.stdout = sys.__stdout__ = own
+
+
+def gather_from_processes(value: int) -> np.ndarray:
+    """Every process's value, int64 [processes]. All must call it."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray([value], np.int64))).reshape(-1)
+
+
+def spans_processes(mesh: jax.sharding.Mesh) -> bool:
+    """Whether some of its devices are other processes'."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1

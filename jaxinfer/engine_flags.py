@@ -13,6 +13,15 @@ _PARALLEL = {
     "pp": "stages of consecutive layers (pipeline parallel)",
     "ep": "devices that split the experts of each mixture (expert parallel)",
 }
+_PROCESSES = {
+    "coordinator": (
+        str,
+        "HOST:PORT",
+        "several processes run the model: process 0's address, or auto on SLURM, Kubernetes and Open MPI",
+    ),
+    "num_processes": (int, "N", "with --coordinator: how many"),
+    "process_id": (int, "I", "with --coordinator: which one this is; 0 serves, the others help it"),
+}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +41,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at once")
     for name, text in _PARALLEL.items():
         engine.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{text} (default: 1)")
+    for name, (kind, metavar, text) in _PROCESSES.items():
+        engine.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
 
 
 def load_model(args: argparse.Namespace, **options: Any) -> LLM:
@@ -43,6 +54,6 @@ def load_model(args: argparse.Namespace, **options: Any) -> LLM:
         args.model,
         dtype=args.dtype,
         weights=args.weights,
-        **{name: getattr(args, name) for name in _PARALLEL},
+        **{name: getattr(args, name) for name in (*_PARALLEL, *_PROCESSES)},
         **{name: value for name, value in chosen.items() if value is not None},
     )

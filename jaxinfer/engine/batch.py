@@ -16,24 +16,35 @@ from jaxinfer.engine.sequence import Sequence, Step
 _POSITION = ROW_INTS.index("position")
 
 
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """Host arrays of one step. They are never written again: the device may read them after dispatch returns.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What the devices need of one step: host arrays, never written again, since they may be read after dispatch returns.
 
     Attributes:
       ints: for `forward`, laid out by ForwardLayout.
-      sampled: the sequences that get a token, in the order of the rows.
-      chunk_starts: index of each prefill chunk's first token among the T tokens.
-      rows: for `sample`, int32 [S, 11], ROW_INTS then the bits of ROW_FLOATS; rows past `sampled` are padding.
+      rows: for `sample`, int32 [S, 11], ROW_INTS then the bits of ROW_FLOATS.
+      samples: some row gets a token.
       full: some row needs penalties, biases or log-probabilities.
     """
 
     bucket: Bucket
     ints: np.ndarray
+    rows: np.ndarray
+    samples: bool
+    full: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays(StepInputs):
+    """What the host needs of it besides.
+
+    Attributes:
+      sampled: the sequences that get a token, in the order of the rows; rows past them are padding.
+      chunk_starts: index of each prefill chunk's first token among the T tokens.
+    """
+
     sampled: list[Sequence]
     chunk_starts: list[int]
-    rows: np.ndarray
-    full: bool
 
 
 class BatchBuilder:
@@ -119,6 +130,7 @@ class BatchBuilder:
         return StepArrays(
             bucket=bucket,
             ints=ints,
+            samples=bool(sampled),
             sampled=sampled,
             chunk_starts=chunk_starts,
             rows=sample_rows,

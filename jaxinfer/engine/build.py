@@ -17,11 +17,14 @@ from jaxinfer import compat
 from jaxinfer.config.engine import EngineConfig
 from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.config.model import ModelConfig
+from jaxinfer.config.processes import ProcessConfig
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.followers import LeadingRunner, LeadingTeacher, Telling, follow
 from jaxinfer.engine.runner import ModelRunner
 from jaxinfer.engine.steps import StepPrograms
-from jaxinfer.errors import ConfigError
+from jaxinfer.engine.teacher import TeacherForcing
+from jaxinfer.errors import ConfigError, JaxinferError
 from jaxinfer.kv.cache import CacheSpec
 from jaxinfer.kv.manager import KVManager, pages_for_one
 from jaxinfer.models.base import DecoderModel
@@ -30,6 +33,7 @@ from jaxinfer.models.registry import family_for, make_tower
 from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import on_mesh
 from jaxinfer.parallel.mesh import make_mesh, sharding
+from jaxinfer.parallel.processes import Follower, Leader, check_same, least, start_processes
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import Params, load_params
@@ -53,8 +57,7 @@ class Built:
     model: DecoderModel
     tower: VisionTower | None
     params: Params
-    cache_spec: CacheSpec
-    mesh: Mesh | None  # None: one device
+    teacher: TeacherForcing
     tokenizer: Tokenizer | None
     generation_defaults: Mapping[str, Any]
     preprocessor: Mapping[str, Any]  # of preprocessor_config.json
@@ -68,16 +71,18 @@ def build_engine(
     weights: str = "auto",
     max_model_len: int | None = None,
     parallel: MeshConfig | None = None,
+    processes: ProcessConfig | None = None,
     warm_up: bool = True,
     **options: Any,
 ) -> Built:
-    """Opens, loads and compiles a model.
+    """Opens, loads and compiles a model. In processes that another one leads it does not return, but ends them when that one does.
 
     Args:
       dtype: to serve in; None: as stored.
       weights: "packed" keeps matrices in the blocks of codes they are stored in, "dense" spreads them out into `dtype`; "auto"
         is "packed" where a kernel multiplies with them in place and no dtype is asked for.
       parallel: how many devices, and along which axes; None: one.
+      processes: that share those devices; None: this one has them all.
       warm_up: compile everything now; else each program compiles when it is first needed.
       options: fields of EngineConfig.
     Raises:
@@ -85,7 +90,29 @@ def build_engine(
       ConfigError: the settings cannot work; the message names the numbers that disagree.
     """
     parallel = parallel or MeshConfig()
-    compat.make_cpu_devices(parallel.num_devices)
+    group = start_processes(processes or ProcessConfig(), parallel)
+    if not isinstance(group, Follower):
+        return _build(model, dtype, weights, max_model_len, parallel, group, warm_up, options)
+    try:
+        _build(model, dtype, weights, max_model_len, parallel, group, warm_up, options)
+    except Exception as e:
+        group.fail(str(e) if isinstance(e, JaxinferError) else f"{type(e).__name__}: {e}")
+    raise SystemExit(0)
+
+
+def _build(
+    model: str | Path,
+    dtype: str | None,
+    weights: str,
+    max_model_len: int | None,
+    parallel: MeshConfig,
+    group: Leader | Follower | None,
+    warm_up: bool,
+    options: Mapping[str, Any],
+) -> Built:
+    """`build_engine`; in a follower it returns once the leader ends."""
+    if group is None:
+        compat.make_cpu_devices(parallel.num_devices)
     compat.use_compilation_cache()
     clock = _Clock()
     checkpoint = open_checkpoint(model)
@@ -114,16 +141,18 @@ def build_engine(
         kept = keep_blocks(module, checkpoint.block_kind)
         if weights == "packed" and not kept:
             raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
+    if group is not None:
+        check_same(repr((config, served, weights, engine_config, parallel, warm_up)))
     params = load_params(module, checkpoint, mesh and partial(_sharding, mesh), tower=tower)
     clock.lap("weights")
 
     spec = cache_spec(module, engine_config, served)
-    engine_config = dataclasses.replace(
-        engine_config, num_pages=choose_num_pages(engine_config, spec, module)
-    )
-    assert engine_config.num_pages is not None
+    num_pages = choose_num_pages(engine_config, spec, module)
+    if group is not None:
+        num_pages = least(num_pages)
+    engine_config = dataclasses.replace(engine_config, num_pages=num_pages)
     kv = KVManager(
-        engine_config.num_pages,
+        num_pages,
         engine_config.page_size,
         module.page_groups,
         prefix_caching=engine_config.enable_prefix_caching,
@@ -137,18 +166,24 @@ def build_engine(
         module,
         spec,
         buckets,
-        num_pages=engine_config.num_pages,
+        num_pages=num_pages,
         num_slots=num_slots,
         table_width=width,
         tower=tower,
         media_rows=engine_config.max_media_tokens,
         mesh=mesh,
-        keep=True,
+        keep=group is None,  # others' devices cannot be named in a kept program
     )
     if warm_up:
         programs.compile_all()
     clock.lap("programs")
-    runner = ModelRunner(programs, params, programs.new_cache()(), num_slots)
+    tell = Telling(group) if isinstance(group, Leader) else None
+    make_runner = partial(LeadingRunner, tell) if tell else ModelRunner
+    make_teacher = partial(LeadingTeacher, tell) if tell else TeacherForcing
+    runner = make_runner(programs, params, programs.new_cache()(), num_slots)
+    teacher = make_teacher(module, params, spec, engine_config.max_model_len, tower=tower, mesh=mesh)
+    if isinstance(group, Follower):
+        follow(group, runner, teacher)
     tokenizer = checkpoint.tokenizer()
     engine = Engine(
         runner,
@@ -168,8 +203,7 @@ def build_engine(
         module,
         tower,
         params,
-        spec,
-        mesh,
+        teacher,
         tokenizer,
         checkpoint.generation_config,
         _preprocessor(checkpoint),

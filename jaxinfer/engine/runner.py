@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxinfer import compat
-from jaxinfer.engine.batch import StepArrays
+from jaxinfer.engine.batch import StepInputs
 from jaxinfer.engine.sampling import Logprobs, SamplerState
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.media.item import MediaItem
@@ -55,13 +55,13 @@ class ModelRunner:
         self._copies = compat.platform() != "cpu"
         self._flags = {flag: programs.put(np.bool_(flag)) for flag in (False, True)}
 
-    def dispatch(self, arrays: StepArrays, *, logprobs: bool) -> Dispatched:
+    def dispatch(self, arrays: StepInputs, *, logprobs: bool) -> Dispatched:
         """Starts a step and the copy of its tokens to the host. logprobs implies arrays.full."""
         forward = self.programs.forward(arrays.bucket)
         hidden, rows, self._cache = forward(
             self._params, self._cache, self._last_tokens, arrays.ints, self._media
         )
-        if not arrays.sampled:
+        if not arrays.samples:
             return Dispatched(None, None, hidden)
         state = self._sampler_state() if arrays.full else None
         sample = self.programs.sample(arrays.bucket.samples, arrays.full)

@@ -34,7 +34,7 @@ from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.mesh import partition
-from jaxinfer.parallel.programs import EVERYWHERE, abstract_on, jit_on
+from jaxinfer.parallel.programs import EVERYWHERE, abstract_on, jit_on, put
 
 Cache = tuple[jax.Array, ...]
 
@@ -309,14 +309,14 @@ class StepPrograms:
         """The per-slot state that a full sample needs: nothing counted, biased or forbidden. Made without a compile."""
         fills = SamplerState._make([0, 0, -1])
         return jax.tree.map(
-            lambda s, fill: jax.device_put(np.full(s.shape, fill, s.dtype), s.sharding),
+            lambda s, fill: put(np.full(s.shape, fill, s.dtype), s.sharding),
             abstract_on(self._mesh, self._state(), self._state_parts),
             fills,
         )
 
     def put(self, value: np.ndarray | np.generic) -> jax.Array:
         """A host array on every device of the mesh."""
-        return jax.device_put(value, self.everywhere)
+        return put(value, self.everywhere)
 
     @property
     def everywhere(self) -> NamedSharding | None:
@@ -342,13 +342,13 @@ class StepPrograms:
         return self._state_setter("bias", jnp.float32)
 
     def _state_setter(self, field: str, dtype: DTypeLike):
-        def put(state: SamplerState, slot: Int[Array, ""], row: Array) -> SamplerState:
+        def set_row(state: SamplerState, slot: Int[Array, ""], row: Array) -> SamplerState:
             return state._replace(**{field: getattr(state, field).at[slot].set(row)})
 
         return self._get(
             ("set", field),
             lambda: self._lower(
-                put,
+                set_row,
                 (self._state(), self._state_parts),
                 (jax.ShapeDtypeStruct((), jnp.int32), EVERYWHERE),
                 (jax.ShapeDtypeStruct((self.vocab_size,), dtype), partition(("vocab",), field)),

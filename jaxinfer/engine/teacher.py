@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from jaxinfer import compat
 from jaxinfer.engine.media import place_media
 from jaxinfer.engine.modules import FlatModule
 from jaxinfer.engine.request import token_ids as read_ids
@@ -22,8 +23,9 @@ from jaxinfer.kv.cache import CacheSpec, StepBatch
 from jaxinfer.media.item import MediaItem
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.vision.tower import VisionTower
+from jaxinfer.parallel.collectives import gather_over
 from jaxinfer.parallel.mesh import partition
-from jaxinfer.parallel.programs import EVERYWHERE, jit_on
+from jaxinfer.parallel.programs import EVERYWHERE, jit_on, put
 from jaxinfer.values import as_integer, shown
 from jaxinfer.weights.load import Params
 
@@ -60,7 +62,9 @@ class TeacherForcing:
         self._vocab_size: int = model.config.vocab_size
         self._groups = len(model.page_groups)
         cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
-        logits_part = partition((None, "vocab"), "logits")
+        # What lies with other processes cannot be read.
+        whole = mesh is not None and compat.spans_processes(mesh)
+        logits_part = EVERYWHERE if whole else partition((None, "vocab"), "logits")
 
         @functools.cache
         def program(layers: tuple[int, ...], want_logits: bool):
@@ -69,6 +73,8 @@ class TeacherForcing:
                 record: dict[int, Any] = dict.fromkeys(layers)
                 hidden, cache = module(tokens, batch, cache, media=media, record=record)
                 logits = module.output_head.logits(hidden) if want_logits else None
+                if logits is not None and whole:
+                    logits = gather_over("vocab", logits).swapaxes(1, 2).reshape(*logits.shape[:1], -1)
                 # The written cache is returned so that donating the empty one is of use.
                 return logits, tuple(record[i].astype(jnp.float32) for i in layers), cache
 
@@ -81,7 +87,12 @@ class TeacherForcing:
             run = functools.partial(_rows, flat_tower)
             return jit_on(mesh, run, (flat_tower.parts, EVERYWHERE), EVERYWHERE)
 
-        self._program, self._tower_program = program, tower_program
+        def empty_cache(num_pages: int):
+            place = None if mesh is None else tuple(NamedSharding(mesh, part) for part in cache_parts)
+            return jax.jit(lambda: cache_spec.init(num_pages), out_shardings=place)()
+
+        self._program, self._tower_program, self._empty_cache = program, tower_program, empty_cache
+        self._everywhere = None if mesh is None else NamedSharding(mesh, EVERYWHERE)
 
     def logits(self, token_ids: Sequence[int] | np.ndarray, media: Sequence[MediaItem] = ()) -> np.ndarray:
         """Next-token logits of every position, float32 [T, V].
@@ -90,7 +101,7 @@ class TeacherForcing:
         Raises RequestError for token ids that are none of the model's, for none or too many of them, and for
         images that do not fit their placeholders.
         """
-        ids = self._checked(token_ids)
+        ids = self.checked(token_ids)
         logits, _, _ = self._call(ids, (), want_logits=True, media=media)
         assert logits is not None
         return np.asarray(logits)[: len(ids)]
@@ -103,6 +114,14 @@ class TeacherForcing:
         Negative numbers count from the end, as in Hugging Face's `hidden_states`. Raises RequestError as `logits`
         does, and for a layer that the model does not have.
         """
+        asked = self.checked_layers(layers)
+        ids = self.checked(token_ids)
+        count = self._num_layers + 1
+        _, states, _ = self._call(ids, tuple(layer % count for layer in asked), want_logits=False)
+        return {layer: np.asarray(s)[: len(ids)] for layer, s in zip(asked, states, strict=True)}
+
+    def checked_layers(self, layers: Sequence[int]) -> list[int]:
+        """The layers as integers. RequestError for one that the model does not have."""
         if isinstance(layers, str) or not isinstance(layers, Iterable):
             raise RequestError(f"layers must be a list of layer numbers, got {shown(layers)}", param="layers")
         count = self._num_layers + 1
@@ -114,11 +133,10 @@ class TeacherForcing:
                     f"layer {shown(layer)} does not exist: this model has 0 to {count - 1}", param="layers"
                 )
             asked.append(number)
-        ids = self._checked(token_ids)
-        _, states, _ = self._call(ids, tuple(layer % count for layer in asked), want_logits=False)
-        return {layer: np.asarray(s)[: len(ids)] for layer, s in zip(asked, states, strict=True)}
+        return asked
 
-    def _checked(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
+    def checked(self, token_ids: Sequence[int] | np.ndarray) -> list[int]:
+        """The ids as integers. RequestError for ids that are none of the model's, and for none or too many of them."""
         ids = read_ids(token_ids, "token_ids")
         if not 0 < len(ids) <= self._max_len:
             raise RequestError(f"{len(ids)} tokens do not fit: 1 to {self._max_len} do", param="token_ids")
@@ -171,7 +189,7 @@ class TeacherForcing:
         tokens = np.zeros(block, np.int32)
         tokens[:length] = ids
         run = self._program(layers, want_logits)
-        return run(self._params, tokens, self._spec.init(pages + 1), batch, rows)
+        return run(self._params, tokens, self._empty_cache(pages + 1), put(batch, self._everywhere), rows)
 
 
 def _rows(tower: FlatModule, params: tuple, arrays: Any) -> jax.Array:

@@ -21,8 +21,8 @@ RULES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "experts": EXPERT}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first devices, neighbours along the tensor axis first. ConfigError when there are too few."""
-    found = list(jax.devices() if devices is None else devices)
+    """A mesh over the first devices of each process, neighbours along the tensor axis first. ConfigError when there are too few."""
+    found = _equal_shares(jax.devices() if devices is None else devices, config.num_devices)
     if len(found) < config.num_devices:
         raise ConfigError(
             f"dp={config.dp} x pp={config.pp} x ep={config.ep} x tp={config.tp} needs {config.num_devices} devices, "
@@ -30,6 +30,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         )
     shape = (config.dp, config.pp, config.ep, config.tp)
     return Mesh(np.array(found[: config.num_devices]).reshape(shape), (DATA, PIPE, EXPERT, TENSOR))
+
+
+def _equal_shares(devices: Sequence[Any], count: int) -> list[Any]:
+    """The devices, but of several processes' only as many of each as it has to give for `count`."""
+    by_process: defaultdict[int, list[Any]] = defaultdict(list)
+    for device in devices:
+        by_process[device.process_index].append(device)
+    share = None if len(by_process) == 1 else count // len(by_process)
+    return [device for index in sorted(by_process) for device in by_process[index][:share]]
 
 
 def partition(axes: Sequence[str | None], name: str) -> PartitionSpec:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxinfer.parallel.collectives import on_mesh
 
@@ -35,6 +36,18 @@ def jit_on(
 
     mapped = jax.shard_map(on_one, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped, donate_argnums=donate)
+
+
+def put(value: Any, where: Sharding | None) -> Any:
+    """Host arrays where they belong; of several processes, which must give the same values, each fills its own devices."""
+    if where is None or where.is_fully_addressable:
+        return jax.device_put(value, where)
+
+    def place(array: Any) -> jax.Array:
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    return jax.tree.map(place, value)
 
 
 def abstract_on(mesh: Mesh | None, shapes: Any, specs: Any) -> Any:

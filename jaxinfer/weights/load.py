@@ -16,6 +16,7 @@ from jaxinfer.errors import CheckpointError
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.params import ParamSpec, param_specs
 from jaxinfer.models.vision.tower import VisionTower
+from jaxinfer.parallel.programs import put
 from jaxinfer.weights.checkpoint import Checkpoint, Params, ShardingOf, Task
 from jaxinfer.weights.layout import pieces, swapped
 from jaxinfer.weights.progress import LoadProgress
@@ -59,7 +60,7 @@ def load_params(
     with LoadProgress(sum(map(num_bytes, specs))) as progress:
         for spec, value in zip(specs, _read_ahead(specs, checkpoint, budget), strict=True):
             # Waiting for the copy keeps few of them on the host; the threads read on meanwhile.
-            params.append(jax.block_until_ready(jax.device_put(value, sharding_of and sharding_of(spec))))
+            params.append(jax.block_until_ready(put(value, sharding_of and sharding_of(spec))))
             progress.add(num_bytes(spec))
     return tuple(params)
 

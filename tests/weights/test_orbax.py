@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizer import EOS
+from oracles import load_oracle
 from safetensors.numpy import load_file
 from test_checkpoints import to_gguf
 from tiny_checkpoint import CONFIG, write_checkpoint
@@ -82,6 +84,32 @@ def test_the_same_model_with_its_tokenizer(saved, tmp_path: Path):
     assert chats[0] == chats[1]
     assert second.tokenizer is not None
     assert EOS in second.tokenizer.eos_token_ids
+
+
+def test_a_model_saves_itself(smollm2_path: Path, tmp_path: Path):
+    """Weights in blocks stay so, and the tokenizer comes along."""
+    options: dict[str, Any] = {"warm_up": False, "max_num_seqs": 1, "max_model_len": 256}
+    first = LLM(smollm2_path, **options)
+    first.save(tmp_path / "saved")
+    second = LLM(tmp_path / "saved", **options)
+    assert_same(first.params, second.params)
+    assert any(isinstance(value, BlockWeights) for value in second.params)
+    settings = SamplingParams(max_tokens=6, temperature=0)
+    texts = [llm.generate("The capital of France is", settings)[0].outputs[0].text for llm in (first, second)]
+    assert texts[0] == texts[1] != ""
+    with pytest.raises(CheckpointError, match="exists"):
+        second.save(tmp_path / "saved")
+
+
+def test_images_towers_are_saved_too(tmp_path: Path):
+    oracle = load_oracle("llama4_vision")
+    options: dict[str, Any] = {"dtype": "float32", "warm_up": False, "max_num_seqs": 1, "max_model_len": 128}
+    first = LLM(oracle.path, tp=2, **options)
+    first.save(tmp_path / "saved")
+    second = LLM(tmp_path / "saved", **options)
+    assert second.tower is not None
+    assert_same(first.params, second.params)
+    assert second.image_processor is not None
 
 
 def test_tensors_are_found_in_their_parameters(saved, tmp_path: Path):
