@@ -37,7 +37,7 @@ class LLM:
       dtype: "float32" or "bfloat16"; None serves in the dtype the weights are stored in.
       weights: "packed" keeps matrices in the blocks of codes they are stored in (GGUF's Q4_0, Q4_1, Q8_0), "dense" spreads
         them out into `dtype`; "auto" packs where a kernel multiplies with them in place and no dtype is asked for.
-      tp, pp, ep: degrees of tensor, pipeline and expert parallelism.
+      tp, pp, ep, dp: degrees of tensor, pipeline, expert and data parallelism.
       coordinator, num_processes, process_id: several processes, which all make the same LLM, share the devices; see
         jaxinfer.config.processes.ProcessConfig. Process 0 goes on; in the others LLM(…) does what that one asks for, and
         raises SystemExit when it ends.
@@ -61,6 +61,7 @@ class LLM:
         tp: int = 1,
         pp: int = 1,
         ep: int = 1,
+        dp: int = 1,
         max_model_len: int | None = None,
         weights: str = "auto",
         coordinator: str | None = None,
@@ -68,7 +69,7 @@ class LLM:
         process_id: int | None = None,
         **engine_options: Any,
     ):
-        parallel = MeshConfig(tp=tp, pp=pp, ep=ep)
+        parallel = MeshConfig(tp=tp, pp=pp, ep=ep, dp=dp)
         processes = ProcessConfig(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
         if parallel.pp > 1:
             raise ConfigError(f"pp={pp}: pipeline parallelism is not there yet, only 1 works")

@@ -64,9 +64,10 @@ def compile_settings() -> dict[str, Any]:
     return {name: value for name, value in jax.config.values.items() if not name.endswith(places)}
 
 
-def free_memory() -> int:
-    """Bytes free on the first device, or on the host where the device does not say."""
-    stats = jax.local_devices()[0].memory_stats()
+def free_memory(mesh: jax.sharding.Mesh | None = None) -> int:
+    """Bytes free on the first device of a mesh, or on the host where the device does not say."""
+    device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
+    stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -12,6 +12,7 @@ _PARALLEL = {
     "tp": "devices that split heads, hidden widths and the vocabulary (tensor parallel)",
     "pp": "stages of consecutive layers (pipeline parallel)",
     "ep": "devices that split the experts of each mixture (expert parallel)",
+    "dp": "copies of the model, each with requests and tp x pp x ep devices of its own (data parallel)",
 }
 _PROCESSES = {
     "coordinator": (

@@ -115,7 +115,7 @@ def _facts(llm: LLM) -> dict[str, Any]:
         "platform": compat.platform(),
         "max_num_seqs": engine.config.max_num_seqs,
         "page_size": engine.config.page_size,
-        "num_pages": engine.scheduler.kv.pool.total,
+        "num_pages": engine.num_pages,
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -21,6 +21,7 @@ from jaxinfer.config.processes import ProcessConfig
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.followers import LeadingRunner, LeadingTeacher, Telling, follow
+from jaxinfer.engine.replicas import ReplicatedEngine
 from jaxinfer.engine.runner import ModelRunner
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.engine.teacher import TeacherForcing
@@ -32,7 +33,7 @@ from jaxinfer.models.params import ParamSpec, keep_blocks
 from jaxinfer.models.registry import family_for, make_tower
 from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import on_mesh
-from jaxinfer.parallel.mesh import make_mesh, sharding
+from jaxinfer.parallel.mesh import make_mesh, replica_meshes, sharding
 from jaxinfer.parallel.processes import Follower, Leader, check_same, least, start_processes
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint
@@ -50,9 +51,9 @@ _GPU_KV_SHARE = 0.9  # of the memory that weights leave free
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A running engine and what it was made of."""
+    """A running engine and what it was made of; of several copies of a model, what the first was made of."""
 
-    engine: Engine
+    engine: Engine | ReplicatedEngine
     programs: StepPrograms
     model: DecoderModel
     tower: VisionTower | None
@@ -91,10 +92,18 @@ def build_engine(
     """
     parallel = parallel or MeshConfig()
     group = start_processes(processes or ProcessConfig(), parallel)
+    if group is None:
+        compat.make_cpu_devices(parallel.num_devices)
+    build = partial(_build, model, dtype, weights, max_model_len, warm_up, options)
+    if parallel.dp > 1:
+        copies = [build(mesh) for mesh in replica_meshes(parallel)]
+        engines = cast("list[Engine]", [copy.engine for copy in copies])
+        return dataclasses.replace(copies[0], engine=ReplicatedEngine(engines))
+    mesh = make_mesh(parallel) if parallel.num_devices > 1 else None
     if not isinstance(group, Follower):
-        return _build(model, dtype, weights, max_model_len, parallel, group, warm_up, options)
+        return build(mesh, group)
     try:
-        _build(model, dtype, weights, max_model_len, parallel, group, warm_up, options)
+        build(mesh, group)
     except Exception as e:
         group.fail(str(e) if isinstance(e, JaxinferError) else f"{type(e).__name__}: {e}")
     raise SystemExit(0)
@@ -105,19 +114,17 @@ def _build(
     dtype: str | None,
     weights: str,
     max_model_len: int | None,
-    parallel: MeshConfig,
-    group: Leader | Follower | None,
     warm_up: bool,
     options: Mapping[str, Any],
+    mesh: Mesh | None,
+    group: Leader | Follower | None = None,
 ) -> Built:
-    """`build_engine`; in a follower it returns once the leader ends."""
-    if group is None:
-        compat.make_cpu_devices(parallel.num_devices)
+    """`build_engine` for one mesh; in a follower it returns once the leader ends."""
     compat.use_compilation_cache()
     clock = _Clock()
     checkpoint = open_checkpoint(model)
     family = family_for(checkpoint.config)
-    config = family.config_from_hf(checkpoint.config)
+    config = checkpoint.model_config()
     served = serving_dtype(dtype, checkpoint.stored_dtype)
     if not isinstance(warm_up, bool):
         raise ConfigError(f"warm_up must be True or False, got {warm_up!r}")
@@ -130,7 +137,6 @@ def _build(
     # CPUs multiply in float32, so hidden states may as well keep its bits: the C++ kernels take them so.
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
-    mesh = make_mesh(parallel) if parallel.num_devices > 1 else None
     with on_mesh(mesh):
         module = family.model(
             config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len
@@ -142,12 +148,12 @@ def _build(
         if weights == "packed" and not kept:
             raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
     if group is not None:
-        check_same(repr((config, served, weights, engine_config, parallel, warm_up)))
+        check_same(repr((config, served, weights, engine_config, mesh and mesh.shape, warm_up)))
     params = load_params(module, checkpoint, mesh and partial(_sharding, mesh), tower=tower)
     clock.lap("weights")
 
     spec = cache_spec(module, engine_config, served)
-    num_pages = choose_num_pages(engine_config, spec, module)
+    num_pages = choose_num_pages(engine_config, spec, module, mesh)
     if group is not None:
         num_pages = least(num_pages)
     engine_config = dataclasses.replace(engine_config, num_pages=num_pages)
@@ -272,7 +278,9 @@ def cache_spec(module: DecoderModel, engine: EngineConfig, served: Any) -> Cache
     )
 
 
-def choose_num_pages(engine: EngineConfig, spec: CacheSpec, module: DecoderModel) -> int:
+def choose_num_pages(
+    engine: EngineConfig, spec: CacheSpec, module: DecoderModel, mesh: Mesh | None = None
+) -> int:
     """Pages that fit the memory asked for, at least one longest sequence's and at most what all slots could use."""
     groups = module.page_groups
     one = pages_for_one(engine.max_model_len, engine.max_prefill_tokens, engine.page_size, groups)
@@ -283,7 +291,7 @@ def choose_num_pages(engine: EngineConfig, spec: CacheSpec, module: DecoderModel
         name = f"kv_cache_bytes={engine.kv_cache_bytes} ({given} pages)"
     else:
         on_cpu = compat.platform() == "cpu"
-        free = compat.free_memory()
+        free = compat.free_memory(mesh)
         budget = min(_CPU_KV_BYTES, free // 2) if on_cpu else int(free * _GPU_KV_SHARE)
         return min(max(budget // spec.bytes_per_page, one + 1), one * engine.max_num_seqs + 1)
     if given < one + 1:

@@ -128,6 +128,11 @@ class Engine:
             preemptions=scheduler.num_preemptions,
         )
 
+    @property
+    def num_pages(self) -> int:
+        """Of the KV cache, but for the one that padding writes to."""
+        return self.scheduler.kv.pool.total
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 

@@ -32,6 +32,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(found[: config.num_devices]).reshape(shape), (DATA, PIPE, EXPERT, TENSOR))
 
 
+def replica_meshes(config: MeshConfig) -> list[Mesh]:
+    """A mesh for each of `dp` copies. ConfigError when there are too few devices."""
+    devices = make_mesh(config).devices  # [dp, pp, ep, tp]
+    return [Mesh(devices[i : i + 1], (DATA, PIPE, EXPERT, TENSOR)) for i in range(config.dp)]
+
+
 def _equal_shares(devices: Sequence[Any], count: int) -> list[Any]:
     """The devices, but of several processes' only as many of each as it has to give for `count`."""
     by_process: defaultdict[int, list[Any]] = defaultdict(list)

@@ -47,6 +47,10 @@ def start_processes(config: ProcessConfig, mesh: MeshConfig) -> Leader | Followe
     """
     if not config.several:
         return None
+    if mesh.dp > 1:
+        raise ConfigError(
+            f"dp={mesh.dp}: copies of a model share no process group: start one for each, and dp=1"
+        )
     if config.num_processes is not None and mesh.num_devices % config.num_processes:
         raise ConfigError(
             f"{config.num_processes} processes do not divide {mesh.num_devices} devices "

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.config.model import ModelConfig
 from jaxinfer.models.params import ParamSpec
+from jaxinfer.models.registry import family_for
 from jaxinfer.text.tokenizer import Tokenizer
 from pallas_kernels.linear import BlockKind, BlockWeights
 
@@ -33,6 +35,10 @@ class Checkpoint(ABC):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     stored_dtype: str
+
+    def model_config(self) -> ModelConfig:
+        """What `config` says of the model. Raises CheckpointError and ConfigError for what is not supported."""
+        return family_for(self.config).config_from_hf(self.config)
 
     @abstractmethod
     def names(self) -> Set[str]:
