@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
 import pkgutil
 import re
@@ -14,7 +13,6 @@ from typing import Any, NoReturn
 
 import jaxinfer
 from jaxinfer.errors import JaxinferError
-from jaxinfer.weights import presets
 
 # Subcommand: (function taking its arguments and returning the exit code, one line of help).
 # Only the module of the subcommand asked for is imported.
@@ -22,7 +20,7 @@ COMMANDS = {
     "run": ("jaxinfer.run:main", "answer a prompt, or a JSONL file of requests"),
     "serve": ("jaxinfer.serve:main", "serve the OpenAI API over HTTP"),
     "bench": ("jaxinfer.bench:main", "throughput, TTFT and inter-token latency of the engine"),
-    "models": ("jaxinfer.cli:models", "list the presets, or fetch one"),
+    "models": ("jaxinfer.models_command:main", "list what can be run and how large it is, or fetch a preset"),
 }
 
 
@@ -80,29 +78,6 @@ def guarded(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int
         return 141
 
 
-def models(argv: Sequence[str]) -> int:
-    """`jaxinfer models [--json]` lists the presets; `jaxinfer models pull PRESET` fetches one and prints its path."""
-    parser = ArgumentParser(prog="jaxinfer models", description="List the presets, or fetch one.")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
-    actions = parser.add_subparsers(dest="action", metavar="pull PRESET")
-    pull = actions.add_parser("pull", help="fetch a preset into the cache, check it and print its path")
-    files = [p.name for p in presets.list_presets() if p.kind == "file"]
-    pull.add_argument("preset", choices=files, metavar="PRESET", help=f"one of: {', '.join(files)}")
-    args = parser.parse(argv)
-
-    if args.action == "pull":
-        print(presets.pull(args.preset))
-    elif args.json:
-        print(json.dumps([_as_json(p) for p in presets.list_presets()], indent=2))
-    else:
-        for row in [
-            ("NAME", "SIZE", "LICENSE", "STATE", "DESCRIPTION"),
-            *map(_as_row, presets.list_presets()),
-        ]:
-            print("{:14}  {:>8}  {:10}  {:11}  {}".format(*row))
-    return 0
-
-
 def _dispatch(argv: Sequence[str]) -> int:
     listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
     parser = ArgumentParser(
@@ -119,28 +94,6 @@ def _dispatch(argv: Sequence[str]) -> int:
         parser.error(f"a command is required: {' or '.join(COMMANDS)}")
     target, _ = COMMANDS[command]
     return pkgutil.resolve_name(target)(argv[1:])
-
-
-def _as_json(preset: presets.Preset) -> dict[str, object]:
-    path = presets.locate(preset.name) if preset.kind == "file" else None
-    return {
-        "name": preset.name,
-        "description": preset.description,
-        "kind": preset.kind,
-        "license": preset.license or None,
-        "bytes": preset.bytes or None,
-        "sha256": preset.sha256 or None,
-        "package": f"{preset.package}=={preset.version}" if preset.package else None,
-        "cached": path is not None,
-        "path": None if path is None else str(path),
-    }
-
-
-def _as_row(preset: presets.Preset) -> tuple[str, str, str, str, str]:
-    if preset.kind == "random":
-        return preset.name, "-", "-", "built-in", preset.description
-    state = "cached" if presets.locate(preset.name) else "not fetched"
-    return preset.name, f"{preset.bytes / 1e6:.1f} MB", preset.license, state, preset.description
 
 
 if __name__ == "__main__":

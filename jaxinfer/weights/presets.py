@@ -57,6 +57,16 @@ class Preset:
     bytes: int = 0
 
 
+_TINY = {
+    "llama": "a tiny Llama",
+    "mistral": "Mistral 7B shrunk",
+    "qwen3": "Qwen3 8B shrunk",
+    "qwen3-moe": "Qwen3 30B-A3B shrunk",
+    "gemma3": "Gemma 3 27B shrunk",
+    "llama4": "Llama 4 Scout shrunk, with its vision tower",
+    "deepseek-v3": "DeepSeek-V3 shrunk",
+    "kimi-k25": "Kimi K2.5 shrunk, with its vision tower",
+}
 PRESETS = {
     p.name: p
     for p in (
@@ -71,10 +81,11 @@ PRESETS = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             bytes=98_362_432,
         ),
-        Preset(
-            name="tiny-llama",
-            description="a tiny Llama with random weights; no tokenizer, token ids alone",
-            kind="random",
+        *(
+            Preset(
+                name=f"tiny-{family}", description=f"{what}, random weights, token ids alone", kind="random"
+            )
+            for family, what in _TINY.items()
         ),
     )
 }
