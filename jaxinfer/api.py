@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.config.processes import ProcessConfig
 from jaxinfer.engine.build import build_engine
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import RequestOutput, SamplingParams, token_ids
 from jaxinfer.errors import ConfigError, RequestError
 from jaxinfer.media.item import MediaItem
@@ -45,7 +46,7 @@ class LLM:
       engine_options: fields of jaxinfer.config.engine.EngineConfig.
 
     Attributes:
-      engine: the engine itself, for callers that add and step requests on their own.
+      engine: the engine itself, for callers that add and step requests on their own; with dp > 1 a ReplicatedEngine.
       params: the model's weights on the device, in the order of jaxinfer.models.params.param_specs.
       image_processor: makes what the tower takes from images; None as well.
       tower: the model's vision tower, None for models of text alone.
@@ -71,8 +72,6 @@ class LLM:
     ):
         parallel = MeshConfig(tp=tp, pp=pp, ep=ep, dp=dp)
         processes = ProcessConfig(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
-        if parallel.pp > 1:
-            raise ConfigError(f"pp={pp}: pipeline parallelism is not there yet, only 1 works")
         built = build_engine(
             model,
             dtype=dtype,
@@ -83,7 +82,7 @@ class LLM:
             **engine_options,
         )
         self.model_name = str(model)
-        self.engine = built.engine
+        self.engine = cast("Engine", built.engine)  # a ReplicatedEngine has the same face
         self.model_config = built.model.config
         self.params = built.params
         self.tower = built.tower

@@ -130,7 +130,7 @@ def _keep_stdout() -> None:
         return
     sys.stdout.flush()
     own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-    own.reconfigure(line_buffering=sys.stdout.line_buffering)
+    own.reconfigure(line_buffering=bool(sys.stdout.line_buffering))
     os.dup2(2, 1)
     sys.stdout = sys.__stdout__ = own
 

@@ -61,14 +61,14 @@ def measure(llm: LLM, sequences: int, tokens: int) -> dict[str, float]:
         clock.wrap(owner, method, method.strip("_"))
     read = engine._read
 
-    def read_when_ready(flight: Any) -> Any:
+    def read_when_ready(flights: Any) -> Any:
         start = time.perf_counter()
-        jax.block_until_ready(flight.step.tokens)
+        jax.block_until_ready([part.step.tokens for part in flights])
         clock.seconds["wait"] += time.perf_counter() - start
-        return read(flight)
+        return read(flights)
 
     engine._read = read_when_ready
-    programs = engine._runner.programs
+    programs = engine._runner.stages[0].programs
 
     def when_idle(find: Callable) -> Callable:
         """XLA's CPU client starts a program only when the one before has ended, and lets the caller wait for it."""

@@ -33,14 +33,18 @@ class BucketTable:
     few, or all decode rows.
     """
 
-    def __init__(self, config: EngineConfig, *, min_rows: int = 2):
-        """min_rows: fewest rows that a shape has. With one, XLA makes other programs than with several: sums are ordered
-        differently, and a request's tokens would depend on whether it runs alone; and it copies the cache to write one row.
+    def __init__(self, config: EngineConfig, *, min_rows: int = 2, microbatches: int = 1):
+        """
+        Args:
+          min_rows: fewest rows that a shape has. With one, XLA makes other programs than with several: sums are ordered
+            differently, and a request's tokens would depend on whether it runs alone; and it copies the cache to write one row.
+          microbatches: even parts that the largest steps come in; the shapes are of such a part.
         """
         self.block = config.prefill_block
-        most = max(config.max_num_seqs, min_rows)
-        self.row_sizes = [n for n in _doubling(min_rows, most) if n in (min_rows, most) or n >= 8]
-        self._block_sizes = _doubling(1, config.max_prefill_tokens // config.prefill_block, 4)
+        self._sample_sizes = _row_sizes(min_rows, config.max_num_seqs)
+        self.row_sizes = _row_sizes(min_rows, -(-config.max_num_seqs // microbatches))
+        blocks = config.max_prefill_tokens // config.prefill_block
+        self._block_sizes = _doubling(1, -(-blocks // microbatches), 4)
         # A single sequence never decodes beside a prefill.
         self._mixed_rows = sorted(
             {0, self.row_sizes[0], self.row_sizes[-1]} if config.max_num_seqs > 1 else {0}
@@ -58,8 +62,13 @@ class BucketTable:
 
     def _bucket(self, decode: int, blocks: int) -> Bucket:
         # Every block may end a prompt, but no more sequences than a step can hold are there to sample for.
-        samples = _at_least(self.row_sizes, min(decode + blocks, self.row_sizes[-1]))
+        samples = _at_least(self._sample_sizes, min(decode + blocks, self._sample_sizes[-1]))
         return Bucket(decode, blocks, self.block, samples)
+
+
+def _row_sizes(least: int, most: int) -> list[int]:
+    most = max(most, least)
+    return [n for n in _doubling(least, most) if n in (least, most) or n >= 8]
 
 
 def _doubling(low: int, high: int, factor: int = 2) -> list[int]:

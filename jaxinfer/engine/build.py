@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxinfer import compat
 from jaxinfer.config.engine import EngineConfig
@@ -22,18 +22,18 @@ from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.followers import LeadingRunner, LeadingTeacher, Telling, follow
 from jaxinfer.engine.replicas import ReplicatedEngine
-from jaxinfer.engine.runner import ModelRunner
+from jaxinfer.engine.runner import ModelRunner, RunningStage
+from jaxinfer.engine.stages import choose_num_pages, make_stages, placement, stage_params
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import ConfigError, JaxinferError
-from jaxinfer.kv.cache import CacheSpec
-from jaxinfer.kv.manager import KVManager, pages_for_one
+from jaxinfer.kv.manager import KVManager
 from jaxinfer.models.base import DecoderModel
-from jaxinfer.models.params import ParamSpec, keep_blocks
+from jaxinfer.models.params import keep_blocks, param_specs
 from jaxinfer.models.registry import family_for, make_tower
 from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import on_mesh
-from jaxinfer.parallel.mesh import make_mesh, replica_meshes, sharding
+from jaxinfer.parallel.mesh import make_mesh, replica_meshes
 from jaxinfer.parallel.processes import Follower, Leader, check_same, least, start_processes
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint
@@ -41,12 +41,10 @@ from jaxinfer.weights.load import Params, load_params
 from jaxinfer.weights.open import open_checkpoint
 from jaxinfer.weights.safetensors import read_json
 from pallas_kernels import native
+from pallas_kernels.linear import BlockWeights
 
 _WEIGHTS = ("auto", "packed", "dense")
 _DTYPES = ("float32", "bfloat16")
-_KV_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
-_CPU_KV_BYTES = 2**30
-_GPU_KV_SHARE = 0.9  # of the memory that weights leave free
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class Built:
     """A running engine and what it was made of; of several copies of a model, what the first was made of."""
 
     engine: Engine | ReplicatedEngine
-    programs: StepPrograms
     model: DecoderModel
     tower: VisionTower | None
     params: Params
@@ -91,6 +88,8 @@ def build_engine(
       ConfigError: the settings cannot work; the message names the numbers that disagree.
     """
     parallel = parallel or MeshConfig()
+    if processes is not None and processes.several and parallel.pp > 1:
+        raise ConfigError(f"pp={parallel.pp}: stages in several processes are not there yet; use tp or ep")
     group = start_processes(processes or ProcessConfig(), parallel)
     if group is None:
         compat.make_cpu_devices(parallel.num_devices)
@@ -137,57 +136,78 @@ def _build(
     # CPUs multiply in float32, so hidden states may as well keep its bits: the C++ kernels take them so.
     widen = compat.platform() == "cpu" and native.available()
     compute = jnp.dtype(jnp.float32) if widen else served
+    packs = keeps_blocks(weights, dtype, can_multiply=widen)
+
+    def make_module(**options: Any) -> DecoderModel:
+        with on_mesh(mesh):
+            made = family.model(
+                config,
+                dtype=served,
+                compute_dtype=compute,
+                max_len=engine_config.max_model_len,
+                **options,
+            )
+        if packs:
+            keep_blocks(made, checkpoint.block_kind)
+        return made
+
+    module = make_module()
+    if weights == "packed" and not any(isinstance(s.value, BlockWeights) for s in param_specs(module)):
+        raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
     with on_mesh(mesh):
-        module = family.model(
-            config, dtype=served, compute_dtype=compute, max_len=engine_config.max_model_len
-        )
         tower = make_tower(config, dtype=served, compute_dtype=compute)
+    stages = make_stages(make_module, module, mesh, engine_config, served)
+    groups = stages[0].model.page_groups
     clock.lap("open")
-    if keeps_blocks(weights, dtype, can_multiply=widen):
-        kept = keep_blocks(module, checkpoint.block_kind)
-        if weights == "packed" and not kept:
-            raise ConfigError(f"weights='packed': {checkpoint.path} stores none in blocks of codes; use auto")
     if group is not None:
         check_same(repr((config, served, weights, engine_config, mesh and mesh.shape, warm_up)))
-    params = load_params(module, checkpoint, mesh and partial(_sharding, mesh), tower=tower)
+    params = load_params(module, checkpoint, placement(stages), tower=tower)
+    tower_params = params[len(param_specs(module)) :]
+    params_of = stage_params(stages, module, params)
     clock.lap("weights")
 
-    spec = cache_spec(module, engine_config, served)
-    num_pages = choose_num_pages(engine_config, spec, module, mesh)
+    num_pages = choose_num_pages(engine_config, stages)
     if group is not None:
         num_pages = least(num_pages)
     engine_config = dataclasses.replace(engine_config, num_pages=num_pages)
     kv = KVManager(
         num_pages,
         engine_config.page_size,
-        module.page_groups,
+        groups,
         prefix_caching=engine_config.enable_prefix_caching,
     )
     # XLA's own bfloat16 products of fewer than 8 rows are naive loops on CPU.
     thin = compat.platform() == "cpu" and served == jnp.bfloat16 and not widen
-    buckets = BucketTable(engine_config, min_rows=8 if thin else 2)
+    buckets = BucketTable(engine_config, min_rows=8 if thin else 2, microbatches=len(stages))
     width = -(-engine_config.max_model_len // engine_config.page_size)
     num_slots = engine_config.max_num_seqs + 1
-    programs = StepPrograms(
-        module,
-        spec,
-        buckets,
-        num_pages=num_pages,
-        num_slots=num_slots,
-        table_width=width,
-        tower=tower,
-        media_rows=engine_config.max_media_tokens,
-        mesh=mesh,
-        keep=group is None,  # others' devices cannot be named in a kept program
-    )
+    programs = [
+        StepPrograms(
+            stage.model,
+            stage.cache,
+            buckets,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            table_width=width,
+            tower=tower if stage.model.stage.is_first else None,
+            media_rows=engine_config.max_media_tokens,
+            mesh=stage.mesh,
+            keep=group is None,  # others' devices cannot be named in a kept program
+        )
+        for stage in stages
+    ]
     if warm_up:
-        programs.compile_all()
+        for each in programs:
+            each.compile_all()
     clock.lap("programs")
     tell = Telling(group) if isinstance(group, Leader) else None
     make_runner = partial(LeadingRunner, tell) if tell else ModelRunner
     make_teacher = partial(LeadingTeacher, tell) if tell else TeacherForcing
-    runner = make_runner(programs, params, programs.new_cache()(), num_slots)
-    teacher = make_teacher(module, params, spec, engine_config.max_model_len, tower=tower, mesh=mesh)
+    running = [RunningStage(each, own) for each, own in zip(programs, params_of, strict=True)]
+    runner = make_runner(running, tower_params, num_slots)
+    if warm_up:
+        runner.compile_links()
+    teacher = make_teacher(stages, params_of, engine_config.max_model_len, tower, tower_params)
     if isinstance(group, Follower):
         follow(group, runner, teacher)
     tokenizer = checkpoint.tokenizer()
@@ -201,11 +221,11 @@ def _build(
         vocab_size=config.vocab_size,
         table_width=width,
         image_token_id=None if tower is None else config.image_token_id,
+        microbatches=len(stages),
     )
     clock.lap("tokenizer and cache")
     return Built(
         engine,
-        programs,
         module,
         tower,
         params,
@@ -220,11 +240,6 @@ def _build(
 def _preprocessor(checkpoint: Checkpoint) -> Mapping[str, Any]:
     file = checkpoint.path / "preprocessor_config.json"
     return read_json(file) if file.is_file() else {}
-
-
-def _sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
-    """Where a parameter goes."""
-    return sharding(mesh, spec.axes, spec.shape, spec.sources[0])
 
 
 class _Clock:
@@ -262,44 +277,6 @@ def engine_config_for(max_model_len: int, options: Mapping[str, Any]) -> EngineC
     if unknown:
         raise ConfigError(f"unknown engine option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     return EngineConfig(max_model_len=max_model_len, **options)
-
-
-def cache_spec(module: DecoderModel, engine: EngineConfig, served: Any) -> CacheSpec:
-    """Shape of the KV cache."""
-    name = str(served) if engine.kv_dtype == "auto" else engine.kv_dtype
-    if name not in _KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype {name!r} is not supported; choose auto or one of {', '.join(_KV_DTYPES)}"
-        )
-    return CacheSpec(
-        **dataclasses.asdict(module.cache_layout),
-        page_size=engine.page_size,
-        dtype=jnp.dtype(name),
-    )
-
-
-def choose_num_pages(
-    engine: EngineConfig, spec: CacheSpec, module: DecoderModel, mesh: Mesh | None = None
-) -> int:
-    """Pages that fit the memory asked for, at least one longest sequence's and at most what all slots could use."""
-    groups = module.page_groups
-    one = pages_for_one(engine.max_model_len, engine.max_prefill_tokens, engine.page_size, groups)
-    if engine.num_pages is not None:
-        given, name = engine.num_pages, f"num_pages={engine.num_pages}"
-    elif engine.kv_cache_bytes is not None:
-        given = engine.kv_cache_bytes // spec.bytes_per_page
-        name = f"kv_cache_bytes={engine.kv_cache_bytes} ({given} pages)"
-    else:
-        on_cpu = compat.platform() == "cpu"
-        free = compat.free_memory(mesh)
-        budget = min(_CPU_KV_BYTES, free // 2) if on_cpu else int(free * _GPU_KV_SHARE)
-        return min(max(budget // spec.bytes_per_page, one + 1), one * engine.max_num_seqs + 1)
-    if given < one + 1:
-        raise ConfigError(
-            f"{name} is less than the {one + 1} pages of {spec.bytes_per_page} bytes that one sequence of "
-            f"max_model_len={engine.max_model_len} needs: raise it or lower max_model_len"
-        )
-    return given
 
 
 def end_ids(

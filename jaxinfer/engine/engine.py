@@ -22,6 +22,7 @@ from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.completion import Completion, RequestState
 from jaxinfer.engine.constraint import GrammarCompiler, Matcher
 from jaxinfer.engine.media import MediaRows, PromptMedia, place_media
+from jaxinfer.engine.microbatch import split_step
 from jaxinfer.engine.request import (
     CompletionOutput,
     EngineLoad,
@@ -34,7 +35,7 @@ from jaxinfer.engine.rules import TokenRules, penalty_counts, uses_penalties
 from jaxinfer.engine.runner import Dispatched, ModelRunner
 from jaxinfer.engine.sampling import Logprobs
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.sequence import PrefillChunk, Sequence
+from jaxinfer.engine.sequence import PrefillChunk, Sequence, Step
 from jaxinfer.errors import RequestError
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.media.item import MediaItem
@@ -44,11 +45,15 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _InFlight:
+    """A step, or a microbatch of one.
+
+    Attributes:
+      scored: chunks whose prompt tokens are scored, and the first row of each in the scores.
+    """
+
     arrays: StepArrays
     step: Dispatched
-    scores: list[
-        tuple[PrefillChunk, int, Logprobs]
-    ]  # chunk, its first row in the scores, scores of the whole step
+    scored: list[tuple[PrefillChunk, int]]
 
 
 class Engine:
@@ -74,11 +79,13 @@ class Engine:
         table_width: int,
         image_token_id: int | None = None,
         async_depth: int = 1,
+        microbatches: int = 1,
     ):
         """
         Args:
           image_token_id: as in ModelConfig, of models whose vision tower the runner has.
           async_depth: steps dispatched beyond the one being read; 0 reads each step before the next.
+          microbatches: most parts that a step is cut into, as many as the runner has stages.
         """
         self.config = config
         self.scheduler = Scheduler(
@@ -104,7 +111,8 @@ class Engine:
         self._vocab_size = vocab_size
         self._depth = async_depth
         self._requests: dict[str, RequestState] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._microbatches = microbatches
+        self._in_flight: deque[list[_InFlight]] = deque()  # the parts of each step
         self._biased_slots: set[int] = set()  # slots whose bias row on the device is not zero
         self._allowed = np.full((config.max_num_seqs + 1, -(-vocab_size // 32)), -1, np.int32)
         self._constrained_slots: set[int] = set()  # slots whose row of it is not all ones
@@ -226,11 +234,8 @@ class Engine:
             if self._allowed_changed:
                 self._allowed_changed = False
                 self._runner.set_allowed(self._allowed.copy())
-            arrays = self._builder.build(step)
-            want_logprobs = any(seq.request.params.logprobs is not None for seq in arrays.sampled)
-            dispatched = self._runner.dispatch(arrays, logprobs=want_logprobs)
-            scores = self._score_prompts(step.prefill, arrays, dispatched)
-            self._in_flight.append(_InFlight(arrays, dispatched, scores))
+            parts = split_step(step, self._microbatches, self.config.prefill_block)
+            self._in_flight.append([self._dispatch(part) for part in parts])
             self.num_steps += 1
         if len(self._in_flight) > (self._depth if step is not None else 0):
             return self._read(self._in_flight.popleft())
@@ -355,9 +360,15 @@ class Engine:
             self._constrained_slots.add(seq.slot)
             self._allowed_changed = True
 
+    def _dispatch(self, step: Step) -> _InFlight:
+        arrays = self._builder.build(step)
+        want_logprobs = any(seq.request.params.logprobs is not None for seq in arrays.sampled)
+        dispatched = self._runner.dispatch(arrays, logprobs=want_logprobs)
+        return _InFlight(arrays, dispatched, self._score_prompts(step.prefill, arrays, dispatched))
+
     def _score_prompts(
         self, chunks: list[PrefillChunk], arrays: StepArrays, step: Dispatched
-    ) -> list[tuple[PrefillChunk, int, Logprobs]]:
+    ) -> list[tuple[PrefillChunk, int]]:
         """Starts the log-probabilities of prompt tokens in this step's chunks, where asked for."""
         wanted = [
             (chunk, first)
@@ -370,18 +381,24 @@ class Engine:
         for chunk, first in wanted:
             following = chunk.seq.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
             targets[first : first + len(following)] = following
-        scores = self._runner.score(step, targets)
-        return [(chunk, first, scores) for chunk, first in wanted]
+        self._runner.score(step, targets)
+        return wanted
 
-    def _read(self, flight: _InFlight) -> list[RequestOutput]:
+    def _read(self, flights: list[_InFlight]) -> list[RequestOutput]:
         """Waits for a step's tokens and hands each to its sequence."""
-        for chunk, first, scores in flight.scores:
-            self._record_prompt_scores(chunk, first, scores)
-        if flight.step.tokens is None:
-            return []
+        changed: dict[int, RequestOutput] = {}
+        for flight in flights:
+            if flight.scored or flight.arrays.samples:
+                self._runner.complete(flight.step.number)
+            for chunk, first in flight.scored:
+                self._record_prompt_scores(chunk, first, flight.step.scores)
+            if flight.step.tokens is not None:
+                self._read_tokens(flight, changed)
+        return list(changed.values())
+
+    def _read_tokens(self, flight: _InFlight, changed: dict[int, RequestOutput]) -> None:
         tokens = np.asarray(flight.step.tokens).tolist()
         logprobs = _HostLogprobs(flight.step.logprobs) if flight.step.logprobs is not None else None
-        changed: dict[int, RequestOutput] = {}
         for row, seq in enumerate(flight.arrays.sampled):
             token = tokens[row]
             if not self.scheduler.append_token(seq, token):
@@ -395,7 +412,6 @@ class Engine:
                 self._finish(seq)
             output = completion.state.output
             changed[id(output)] = output
-        return list(changed.values())
 
     def _finish(self, seq: Sequence) -> None:
         state: RequestState = seq.request.state
@@ -407,7 +423,8 @@ class Engine:
             if not self._requests:
                 self.scheduler.check_integrity()
 
-    def _record_prompt_scores(self, chunk: PrefillChunk, first: int, scores: Logprobs) -> None:
+    def _record_prompt_scores(self, chunk: PrefillChunk, first: int, scores: Logprobs | None) -> None:
+        assert scores is not None  # the step is complete
         seq = chunk.seq
         completion: Completion = seq.request
         host = _HostLogprobs(scores)

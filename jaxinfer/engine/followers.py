@@ -16,7 +16,6 @@ import numpy as np
 from jaxinfer.engine.batch import StepInputs
 from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.runner import Dispatched, ModelRunner
-from jaxinfer.engine.sampling import Logprobs
 from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import RequestError
 from jaxinfer.media.item import MediaItem
@@ -69,6 +68,10 @@ class ScoreStep(_Message):
     targets: PackedArray
 
 
+class CompleteStep(_Message):
+    number: int
+
+
 class EncodeMedia(_Message):
     item: PackedMedia
     rows: list[int]
@@ -99,7 +102,15 @@ class TeacherStates(_Message):
 
 
 Message = (
-    DispatchStep | ScoreStep | EncodeMedia | SetCounts | SetBias | SetAllowed | TeacherLogits | TeacherStates
+    DispatchStep
+    | ScoreStep
+    | CompleteStep
+    | EncodeMedia
+    | SetCounts
+    | SetBias
+    | SetAllowed
+    | TeacherLogits
+    | TeacherStates
 )
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -139,9 +150,14 @@ class LeadingRunner(ModelRunner):
         with self._tell(message):
             return super().dispatch(arrays, logprobs=logprobs)
 
-    def score(self, step: Dispatched, targets: np.ndarray) -> Logprobs:
+    def score(self, step: Dispatched, targets: np.ndarray) -> None:
         with self._tell(ScoreStep(PackedArray.of(targets))):
-            return super().score(step, targets)
+            super().score(step, targets)
+
+    def complete(self, number: int) -> None:
+        if not self.is_complete(number):
+            with self._tell(CompleteStep(number)):
+                super().complete(number)
 
     def encode(self, item: MediaItem, rows: list[int]) -> None:
         with self._tell(EncodeMedia(PackedMedia.of(item), rows)):
@@ -200,6 +216,8 @@ def follow(follower: Follower, runner: ModelRunner, teacher: TeacherForcing) -> 
 
 def _carry_out(message: Any, runner: ModelRunner, teacher: TeacherForcing) -> None:
     match message:
+        case CompleteStep(number):
+            runner.complete(number)
         case EncodeMedia(item, rows):
             runner.encode(item.unpack(), rows)
         case SetCounts(slot, counts):

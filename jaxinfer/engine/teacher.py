@@ -6,24 +6,26 @@ Runs in prefill blocks over a cache of its own, compiled for each length bucket 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxinfer import compat
 from jaxinfer.engine.media import place_media
 from jaxinfer.engine.modules import FlatModule
 from jaxinfer.engine.request import token_ids as read_ids
+from jaxinfer.engine.stages import ModelStage
 from jaxinfer.errors import RequestError
-from jaxinfer.kv.cache import CacheSpec, StepBatch
+from jaxinfer.kv.cache import StepBatch
 from jaxinfer.media.item import MediaItem
-from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.vision.tower import VisionTower
 from jaxinfer.parallel.collectives import gather_over
+from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import partition
 from jaxinfer.parallel.programs import EVERYWHERE, jit_on, put
 from jaxinfer.values import as_integer, shown
@@ -37,49 +39,29 @@ class TeacherForcing:
 
     def __init__(
         self,
-        model: DecoderModel,
-        params: Params,
-        cache_spec: CacheSpec,
+        stages: Sequence[ModelStage],
+        params: Sequence[Params],
         max_len: int,
-        *,
         tower: VisionTower | None = None,
-        mesh: Mesh | None = None,
+        tower_params: Params = (),
     ):
         """
         Args:
-          params: of the model, then of its tower.
-          mesh: where the parameters are; None: one device.
+          params: of each stage.
         """
-        flat = FlatModule(model, mesh)
+        model, mesh = stages[0].model, stages[0].mesh
+        self._stages = [_Stage(stage, own) for stage, own in zip(stages, params, strict=True)]
+        meshes = [stage.mesh for stage in stages]
+        self._links = [Link(a, b) for a, b in pairwise(meshes) if a is not None and b is not None]
         flat_tower = None if tower is None else FlatModule(tower, mesh)
-        self._tower, self._tower_params = tower, params[len(flat.specs) :]
+        self._tower, self._tower_params = tower, tower_params
         self._image_token: int | None = model.config.image_token_id
         self._dtype = model.compute_dtype
-        self._params = params[: len(flat.specs)]
-        self._spec = cache_spec
+        self._page_size = stages[0].cache.page_size
         self._max_len = max_len
         self._num_layers: int = model.config.num_layers
         self._vocab_size: int = model.config.vocab_size
         self._groups = len(model.page_groups)
-        cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
-        # What lies with other processes cannot be read.
-        whole = mesh is not None and compat.spans_processes(mesh)
-        logits_part = EVERYWHERE if whole else partition((None, "vocab"), "logits")
-
-        @functools.cache
-        def program(layers: tuple[int, ...], want_logits: bool):
-            def run(params, tokens, cache, batch: StepBatch, media):
-                module = flat.merge(params)
-                record: dict[int, Any] = dict.fromkeys(layers)
-                hidden, cache = module(tokens, batch, cache, media=media, record=record)
-                logits = module.output_head.logits(hidden) if want_logits else None
-                if logits is not None and whole:
-                    logits = gather_over("vocab", logits).swapaxes(1, 2).reshape(*logits.shape[:1], -1)
-                # The written cache is returned so that donating the empty one is of use.
-                return logits, tuple(record[i].astype(jnp.float32) for i in layers), cache
-
-            in_specs = (flat.parts, EVERYWHERE, cache_parts, EVERYWHERE, EVERYWHERE)
-            return jit_on(mesh, run, in_specs, (logits_part, EVERYWHERE, cache_parts), donate=(2,))
 
         @functools.cache
         def tower_program(size: int):
@@ -87,12 +69,7 @@ class TeacherForcing:
             run = functools.partial(_rows, flat_tower)
             return jit_on(mesh, run, (flat_tower.parts, EVERYWHERE), EVERYWHERE)
 
-        def empty_cache(num_pages: int):
-            place = None if mesh is None else tuple(NamedSharding(mesh, part) for part in cache_parts)
-            return jax.jit(lambda: cache_spec.init(num_pages), out_shardings=place)()
-
-        self._program, self._tower_program, self._empty_cache = program, tower_program, empty_cache
-        self._everywhere = None if mesh is None else NamedSharding(mesh, EVERYWHERE)
+        self._tower_program = tower_program
 
     def logits(self, token_ids: Sequence[int] | np.ndarray, media: Sequence[MediaItem] = ()) -> np.ndarray:
         """Next-token logits of every position, float32 [T, V].
@@ -102,7 +79,7 @@ class TeacherForcing:
         images that do not fit their placeholders.
         """
         ids = self.checked(token_ids)
-        logits, _, _ = self._call(ids, (), want_logits=True, media=media)
+        logits, _ = self._call(ids, set(), want_logits=True, media=media)
         assert logits is not None
         return np.asarray(logits)[: len(ids)]
 
@@ -117,8 +94,8 @@ class TeacherForcing:
         asked = self.checked_layers(layers)
         ids = self.checked(token_ids)
         count = self._num_layers + 1
-        _, states, _ = self._call(ids, tuple(layer % count for layer in asked), want_logits=False)
-        return {layer: np.asarray(s)[: len(ids)] for layer, s in zip(asked, states, strict=True)}
+        _, states = self._call(ids, {layer % count for layer in asked}, want_logits=False)
+        return {layer: np.asarray(states[layer % count])[: len(ids)] for layer in asked}
 
     def checked_layers(self, layers: Sequence[int]) -> list[int]:
         """The layers as integers. RequestError for one that the model does not have."""
@@ -170,12 +147,13 @@ class TeacherForcing:
         return ids, jnp.concatenate(rows).astype(self._dtype)
 
     def _call(
-        self, ids: list[int], layers: tuple[int, ...], *, want_logits: bool, media: Sequence[MediaItem] = ()
-    ):
+        self, ids: list[int], layers: Set[int], *, want_logits: bool, media: Sequence[MediaItem] = ()
+    ) -> tuple[jax.Array | None, dict[int, jax.Array]]:
+        """Logits, and hidden states by layer."""
         ids, rows = self._encode(ids, media)
         length = len(ids)
         # One block holds the whole sequence; its pages are 1, 2, 3, ... of a cache made for this call.
-        page = self._spec.page_size
+        page = self._page_size
         block = -(-length // _LENGTH_STEP) * _LENGTH_STEP
         block = -(-block // page) * page
         pages = block // page
@@ -188,8 +166,74 @@ class TeacherForcing:
         )
         tokens = np.zeros(block, np.int32)
         tokens[:length] = ids
-        run = self._program(layers, want_logits)
-        return run(self._params, tokens, self._empty_cache(pages + 1), put(batch, self._everywhere), rows)
+        first, *later = self._stages
+        logits, states, hidden = first(tokens, pages + 1, batch, rows, layers, want_logits)
+        for link, stage in zip(self._links, later, strict=True):
+            assert hidden is not None
+            logits, more, hidden = stage(link.send(hidden), pages + 1, batch, None, layers, want_logits)
+            states |= more
+        return logits, states
+
+
+class _Stage:
+    """One stage's part of it. Compiled for each length on first use."""
+
+    def __init__(self, stage: ModelStage, params: Params):
+        model, mesh, spec = stage.model, stage.mesh, stage.cache
+        flat = FlatModule(model, mesh)
+        self._params, self._stage = params, model.stage
+        cache_parts = (partition(model.cache_axes, "KV cache"),) * spec.arrays
+        # What lies with other processes cannot be read.
+        whole = mesh is not None and compat.spans_processes(mesh)
+        logits_part = EVERYWHERE if whole else partition((None, "vocab"), "logits")
+
+        @functools.cache
+        def program(layers: tuple[int, ...], want_logits: bool):
+            def run(params, entering, cache, batch: StepBatch, media):
+                module = flat.merge(params)
+                record: dict[int, Any] = dict.fromkeys(layers)
+                hidden, cache = module(entering, batch, cache, media=media, record=record)
+                head = module.output_head if want_logits else None
+                logits = None if head is None else head.logits(hidden)
+                if logits is not None and whole:
+                    logits = gather_over("vocab", logits).swapaxes(1, 2).reshape(*logits.shape[:1], -1)
+                states = tuple(record[i].astype(jnp.float32) for i in layers)
+                # The written cache is returned so that donating the empty one is of use.
+                return logits, states, None if model.stage.is_last else hidden, cache
+
+            in_specs = (flat.parts, EVERYWHERE, cache_parts, EVERYWHERE, EVERYWHERE)
+            out_specs = (logits_part, EVERYWHERE, EVERYWHERE, cache_parts)
+            return jit_on(mesh, run, in_specs, out_specs, donate=(2,))
+
+        def empty_cache(num_pages: int):
+            place = None if mesh is None else tuple(NamedSharding(mesh, part) for part in cache_parts)
+            return jax.jit(lambda: spec.init(num_pages), out_shardings=place)()
+
+        self._program, self._empty_cache = program, empty_cache
+        self._everywhere = None if mesh is None else NamedSharding(mesh, EVERYWHERE)
+
+    def __call__(
+        self,
+        entering: np.ndarray | jax.Array,
+        num_pages: int,
+        batch: StepBatch,
+        media: jax.Array | None,
+        layers: Set[int],
+        want_logits: bool,
+    ) -> tuple[jax.Array | None, dict[int, jax.Array], jax.Array | None]:
+        """Logits and hidden states, where this stage makes them, and what the next one gets."""
+        own = tuple(
+            sorted(
+                i
+                for i in layers
+                if i in self._stage.layers or (self._stage.is_last and i == self._stage.layers.stop)
+            )
+        )
+        run = self._program(own, want_logits)
+        logits, states, hidden, _ = run(
+            self._params, entering, self._empty_cache(num_pages), put(batch, self._everywhere), media
+        )
+        return logits, dict(zip(own, states, strict=True)), hidden
 
 
 def _rows(tower: FlatModule, params: tuple, arrays: Any) -> jax.Array:

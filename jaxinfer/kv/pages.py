@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from jaxinfer.errors import ConfigError
@@ -64,24 +65,39 @@ class LayerPlace:
     look: PageGroup
 
 
-def place_layers(looks: Sequence[PageGroup]) -> tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]:
+def place_layers(
+    looks: Sequence[PageGroup], bounds: Sequence[int] | None = None
+) -> tuple[tuple[PageGroup, ...], tuple[LayerPlace, ...]]:
     """The page groups of a model and the place of each layer, from how far back each layer looks.
 
     All groups share one pool, so a page has the same bytes in each: a group holds at most as many layers as the cache has
     arrays, and layers of one kind fill as many groups as they need. There are as many arrays as layers that look back
     over everything: their pages alone grow with the context, so none of theirs is left unused.
+
+    Args:
+      bounds: the first layer of each pipeline stage, then the number of layers; None: one stage has them all. Stages share
+        the page tables, and so the groups, while each has arrays of its own.
     """
-    kinds: dict[PageGroup, list[int]] = {}
-    for layer, look in enumerate(looks):
-        kinds.setdefault(look, []).append(layer)
-    arrays = len(kinds.get(PageGroup(), ())) or max(map(len, kinds.values()))
+    bounds = (0, len(looks)) if bounds is None else bounds
+    stages: list[dict[PageGroup, list[int]]] = []
+    for start, end in pairwise(bounds):
+        stages.append({look: [] for look in looks})
+        for layer in range(start, end):
+            stages[-1][looks[layer]].append(layer)
+    arrays = [len(kinds.get(PageGroup(), ())) or max(map(len, kinds.values())) for kinds in stages]
+    needed = {
+        look: max(-(-len(kinds[look]) // most) for kinds, most in zip(stages, arrays, strict=True))
+        for look in stages[0]
+    }
+    # Where another stage needs more groups of a kind, a stage without full layers needs fewer arrays.
+    arrays = [max(-(-len(kinds[look]) // needed[look]) for look in kinds) for kinds in stages]
     groups: list[PageGroup] = []
     places: dict[int, LayerPlace] = {}
-    for look, layers in kinds.items():
-        for start in range(0, len(layers), arrays):
-            for array, layer in enumerate(layers[start : start + arrays]):
-                places[layer] = LayerPlace(len(groups), array, look)
-            groups.append(look)
+    for look, count in needed.items():
+        for kinds, most in zip(stages, arrays, strict=True):
+            for i, layer in enumerate(kinds[look]):
+                places[layer] = LayerPlace(len(groups) + i // most, i % most, look)
+        groups += [look] * count
     return tuple(groups), tuple(places[layer] for layer in range(len(looks)))
 
 

@@ -16,6 +16,7 @@ from jaxinfer.kv.cache import StepBatch
 from jaxinfer.kv.pages import PageGroup
 from jaxinfer.models.layers.linear import Embedding
 from jaxinfer.models.params import Axis
+from jaxinfer.parallel.stages import Stage
 
 Pages = Float[Array, "planes KV P page hd"]
 Cache = tuple[Pages, ...]
@@ -32,13 +33,14 @@ class CacheLayout:
 
 
 class DecoderModel(nnx.Module):
-    """A decoder-only transformer over a paged KV cache.
+    """A decoder-only transformer over a paged KV cache, or one pipeline stage of it.
 
     Constructing one declares its parameters and allocates nothing: see jaxinfer.models.params.
     """
 
     config: ModelConfig
     compute_dtype: DTypeLike  # of hidden states
+    stage: Stage  # the part of the model that this module is
 
     @property
     @abstractmethod
@@ -53,7 +55,7 @@ class DecoderModel(nnx.Module):
     @property
     @abstractmethod
     def cache_layout(self) -> CacheLayout:
-        """The values that one token adds to the cache."""
+        """The values that one token adds to this stage's cache."""
 
     @property
     def unused_tensors(self) -> re.Pattern[str] | None:
@@ -62,13 +64,13 @@ class DecoderModel(nnx.Module):
 
     @property
     @abstractmethod
-    def output_head(self) -> Embedding:
-        """The module whose `logits` turns final hidden states into next-token logits."""
+    def output_head(self) -> Embedding | None:
+        """The module whose `logits` turns final hidden states into next-token logits; None: a later stage has it."""
 
     @abstractmethod
     def __call__(
         self,
-        tokens: Int[Array, " T"],
+        inputs: Int[Array, " T"] | Float[Array, "T D"],
         batch: StepBatch,
         cache: Cache,
         *,
@@ -77,7 +79,8 @@ class DecoderModel(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Cache]:
         """Final hidden states of a step's tokens, normalised, and the cache with their keys and values written.
 
+        inputs: token ids; for stages after the first what the stage before has returned, as this one does for the next.
         media: embeddings of images; a token of vocab_size + i stands for row i.
         record: its keys name hidden states to keep, as Hugging Face counts them: 0 the embeddings, i the output of
-          layer i, the last one normalised. Their values are set, each [T, D].
+          layer i, the last one normalised. The values of those that this stage makes are set, each [T, D].
         """

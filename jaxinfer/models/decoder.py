@@ -21,6 +21,7 @@ from jaxinfer.models.layers.norm import RMSNorm
 from jaxinfer.models.layers.rope import RopeTables, inverse_frequencies, rope_tables
 from jaxinfer.models.params import Axis
 from jaxinfer.parallel.collectives import parts
+from jaxinfer.parallel.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Decoder(DecoderModel):
       dtype: of the weights.
       compute_dtype: of the hidden states between products; None: as the weights.
       max_len: longest context that will be asked for, tokens; "dynamic" RoPE stretches its base for it.
+      stage: of a pipeline; the module then has that stage's parameters alone. None: all of them.
     """
 
     NORM_OFFSET: ClassVar[float] = 0.0  # RMSNorm multiplies by offset + weight
@@ -53,25 +55,39 @@ class Decoder(DecoderModel):
         dtype: DTypeLike,
         compute_dtype: DTypeLike | None = None,
         max_len: int | None = None,
+        stage: Stage | None = None,
     ):
         c = config
         self.config = c
+        self.stage = stage = Stage(0, (0, c.num_layers)) if stage is None else stage
         self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.max_len = max_len
         self.parts = parts("heads")
         check_heads(c, self.parts)
-        self.groups, self.places = place_layers([look_of(c, i) for i in range(c.num_layers)])
+        looks = [look_of(c, i) for i in range(c.num_layers)]
+        self.groups, places = place_layers(looks, stage.bounds)
+        self.places = tuple(places[i] for i in stage.layers)
         name, cap = f"{c.tensor_prefix}model", c.final_softcap
         shape = (c.vocab_size, c.hidden_size)
-        self.embed = Embedding(f"{name}.embed_tokens", *shape, dtype=dtype, softcap=cap)
-        self.layers = nnx.List(
-            [self.make_layer(f"{name}.layers.{i}", i, place, dtype) for i, place in enumerate(self.places)]
-        )
-        self.norm = RMSNorm(
-            f"{name}.norm", c.hidden_size, eps=c.rms_norm_eps, dtype=dtype, offset=self.NORM_OFFSET
-        )
         tied = c.tie_word_embeddings
-        self.head = None if tied else Embedding(f"{c.tensor_prefix}lm_head", *shape, dtype=dtype, softcap=cap)
+        self.embed = (
+            Embedding(f"{name}.embed_tokens", *shape, dtype=dtype, softcap=cap)
+            if stage.is_first or (tied and stage.is_last)
+            else None
+        )
+        self.layers = nnx.List(
+            [self.make_layer(f"{name}.layers.{i}", i, places[i], dtype) for i in stage.layers]
+        )
+        self.norm = (
+            RMSNorm(f"{name}.norm", c.hidden_size, eps=c.rms_norm_eps, dtype=dtype, offset=self.NORM_OFFSET)
+            if stage.is_last
+            else None
+        )
+        self.head = (
+            Embedding(f"{c.tensor_prefix}lm_head", *shape, dtype=dtype, softcap=cap)
+            if stage.is_last and not tied
+            else None
+        )
 
     @abstractmethod
     def make_layer(self, name: str, index: int, place: LayerPlace, dtype: DTypeLike) -> nnx.Module:
@@ -95,12 +111,12 @@ class Decoder(DecoderModel):
         return super().cache_axes if self.config.mla is None else (None,) * 5
 
     @property
-    def output_head(self) -> Embedding:
-        return self.head or self.embed
+    def output_head(self) -> Embedding | None:
+        return (self.head or self.embed) if self.stage.is_last else None
 
     def __call__(
         self,
-        tokens: Int[Array, " T"],
+        inputs: Int[Array, " T"] | Float[Array, "T D"],
         batch: StepBatch,
         cache: Cache,
         *,
@@ -109,18 +125,21 @@ class Decoder(DecoderModel):
     ) -> tuple[Float[Array, "T D"], Cache]:
         record = {} if record is None else record
         step = Step(batch, self._ropes(batch.positions))
-        x = self._embed(tokens, media)
+        x = self._embed(inputs, media) if self.stage.is_first else inputs
         pages: list[Pages] = list(cache)
-        for i, (layer, place) in enumerate(zip(self.layers, self.places, strict=True)):
+        for i, layer, place in zip(self.stage.layers, self.layers, self.places, strict=True):
             if i in record:
                 record[i] = x
             x, pages[place.array] = layer(x, step, pages[place.array])
-        x = self.norm(x)
-        if len(self.layers) in record:
-            record[len(self.layers)] = x
+        if self.norm is not None:
+            x = self.norm(x)
+        end = self.stage.layers.stop
+        if self.stage.is_last and end in record:
+            record[end] = x
         return x, tuple(pages)
 
     def _embed(self, tokens: Int[Array, " T"], media: Float[Array, "M D"] | None) -> Float[Array, "T D"]:
+        assert self.embed is not None
         x = self.embed(tokens).astype(self.compute_dtype)
         if self.config.embed_scale != 1.0:
             # The factor is rounded as the weights are, as these models were trained.

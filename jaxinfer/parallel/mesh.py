@@ -32,6 +32,20 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(found[: config.num_devices]).reshape(shape), (DATA, PIPE, EXPERT, TENSOR))
 
 
+def stage_meshes(mesh: Mesh | None) -> list[Mesh | None]:
+    """The devices of each pipeline stage; None: one device, and so one stage."""
+    if mesh is None:
+        return [None]
+    pipe = mesh.axis_names.index(PIPE)
+    return [Mesh(devices, mesh.axis_names) for devices in np.split(mesh.devices, mesh.shape[PIPE], pipe)]
+
+
+def pair_of(source: Mesh, target: Mesh) -> Mesh:
+    """Two stages' devices as one mesh."""
+    pipe = source.axis_names.index(PIPE)
+    return Mesh(np.concatenate([source.devices, target.devices], pipe), source.axis_names)
+
+
 def replica_meshes(config: MeshConfig) -> list[Mesh]:
     """A mesh for each of `dp` copies. ConfigError when there are too few devices."""
     devices = make_mesh(config).devices  # [dp, pp, ep, tp]

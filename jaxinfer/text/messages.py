@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jaxinfer.errors import RequestError
 
 # Roles of OpenAI's API, and "ipython", Llama 3's name for a tool's answer.
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that servers and templates have for it
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
 
 
@@ -16,7 +17,7 @@ def normalize(messages: Any, template_source: str) -> list[dict[str, Any]]:
     """Copies messages so that content is a string, or a list where it holds images, and every role one the template may meet.
 
     Content null or [] is "", text parts are joined in order with nothing between (but not around images), tool-call arguments that
-    are a JSON object in a string become the object, and `developer` is `system` where the template does not
+    are a JSON object in a string become the object, reasoning has the names that templates know, and `developer` is `system` where the template does not
     know the word. RequestError (param "messages") for anything else.
     """
     if not isinstance(messages, list | tuple) or not messages:
@@ -43,7 +44,9 @@ def _normalize(message: Any, index: int, source: str) -> dict[str, Any]:
         role = "system"
     if "content" not in message and not message.get("tool_calls"):
         refuse(f"{where}.content is missing")
-    out = {**message, "role": role, "content": _content(message.get("content"), where)}
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    named = {} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    out = {**message, **named, "role": role, "content": _content(message.get("content"), where)}
     calls = out.pop("tool_calls", None)
     if calls:  # null or [] would look like a call to a template's `is defined`
         if not isinstance(calls, list | tuple):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear.reference import linear_blocks_reference, linear_reference
+from pallas_kernels.zeros import zeros_with
 
 _LEAST_TILE, _MOST_TILE = 8, 128  # rows of x
 
@@ -40,6 +41,7 @@ def _over_tiles(
     tiles = -(-group_sizes // tile)
     last_tiles = jnp.cumsum(tiles)
     first_tiles = last_tiles - tiles
+    x, (y,) = zeros_with(x, (rows + tile, width))
     padded = jnp.pad(x, ((0, tile), (0, 0)))
 
     def body(i: Array, y: Array) -> Array:
@@ -51,5 +53,4 @@ def _over_tiles(
         before = jax.lax.dynamic_slice_in_dim(y, start, tile)
         return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(inside, result, before), start, 0)
 
-    y = jnp.zeros((rows + tile, width), jnp.float32)
     return jax.lax.fori_loop(0, last_tiles[-1], body, y)[:rows]

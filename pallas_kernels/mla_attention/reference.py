@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.zeros import zeros_with
 
 _TURN_TOKENS = 256  # positions in one turn of the loop
 _TURN_VALUES = 1 << 21  # and of a row's keys and values that a turn makes, at most so many
@@ -29,12 +31,14 @@ def absorbed_reference(
     q_nope, q_rope, b_key, b_value = _parts(q, pages, kv_b, scale)
     rank = kv_b.shape[2]
     q_latent = jnp.concatenate([jnp.einsum("rqhn,hnl->rhql", q_nope, b_key), q_rope.swapaxes(1, 2)], axis=-1)
+    stats = q_latent.shape[:3]
+    q_latent, zeros = zeros_with(q_latent, stats, (*stats, rank))
 
     def look(latents: jax.Array) -> tuple[jax.Array, Mix]:
         scores = jnp.einsum("rhql,rtl->rhqt", q_latent, latents)
         return scores, lambda weights: jnp.einsum("rhqt,rtl->rhql", weights, latents[..., :rank])
 
-    mixed = _attend(look, (*q_latent.shape[:3], rank), _TURN_TOKENS, pages, tables, q_start, kv_lens)
+    mixed = _attend(look, zeros, _TURN_TOKENS, pages, tables, q_start, kv_lens)
     return jnp.einsum("rhql,hvl->rqhv", mixed, b_value).astype(q.dtype)
 
 
@@ -52,6 +56,8 @@ def expanded_reference(
     q_nope, q_rope, b_key, b_value = _parts(q, pages, kv_b, scale)
     heads, out, rank = kv_b.shape
     q_nope, q_rope = q_nope.swapaxes(1, 2), q_rope.swapaxes(1, 2)
+    stats = q_nope.shape[:3]
+    q_nope, zeros = zeros_with(q_nope, stats, (*stats, b_value.shape[1]))
 
     def look(latents: jax.Array) -> tuple[jax.Array, Mix]:
         keys = jnp.einsum("rtl,hnl->rhtn", latents[..., :rank], b_key)
@@ -61,7 +67,7 @@ def expanded_reference(
         return scores, lambda weights: jnp.einsum("rhqt,rhtv->rhqv", weights, values)
 
     turn = min(_TURN_TOKENS, _TURN_VALUES // (heads * out))
-    mixed = _attend(look, (*q_nope.shape[:3], b_value.shape[1]), turn, pages, tables, q_start, kv_lens)
+    mixed = _attend(look, zeros, turn, pages, tables, q_start, kv_lens)
     return mixed.swapaxes(1, 2).astype(q.dtype)
 
 
@@ -76,15 +82,16 @@ def _parts(
 
 def _attend(
     look: Look,
-    shape: tuple[int, ...],
+    zeros: Sequence[jax.Array],
     turn_tokens: int,
     pages: jax.Array,
     tables: jax.Array,
     q_start: jax.Array,
     kv_lens: jax.Array,
 ) -> Float[Array, "R H Q v"]:
-    """What the queries of each row mix from the positions they see. shape: of the result."""
-    rows, _, queries, _ = shape
+    """What the queries of each row mix from the positions they see. zeros: [R, H, Q] and [R, H, Q, v]."""
+    total, out = zeros
+    rows, _, queries, _ = out.shape
     page, width = pages.shape[3:]
     turn_pages = min(max(turn_tokens // page, 1), tables.shape[1])
     turn = turn_pages * page
@@ -111,7 +118,7 @@ def _attend(
             out * shrink[..., None] + mix(weights),
         )
 
-    carry = (jnp.full(shape[:3], -jnp.inf), jnp.zeros(shape[:3]), jnp.zeros(shape))
+    carry = (jnp.full(total.shape, -jnp.inf), total, out)
     if tables.shape[1] == turn_pages:
         carry = body(0, carry)
     else:

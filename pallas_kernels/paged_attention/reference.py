@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.zeros import zeros_with
+
 _BLOCK_TOKENS = 256  # keys in one turn of the loop
 
 
@@ -71,7 +73,8 @@ def paged_attention_reference(
         return new_peak, total, out
 
     stats = (kv_heads, rows, group * queries)
-    carry = (jnp.full(stats, -jnp.inf), jnp.zeros(stats), jnp.zeros((*stats, hd)))
+    qs, (total, out) = zeros_with(qs, stats, (*stats, hd))
+    carry = (jnp.full(stats, -jnp.inf), total, out)
     if sinks is not None:  # a score without a value: it starts the sum
         peaks = sinks.astype(jnp.float32).reshape(kv_heads, 1, group, 1)
         peaks = jnp.broadcast_to(peaks, (kv_heads, rows, group, queries)).reshape(stats)

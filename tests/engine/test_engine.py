@@ -105,14 +105,14 @@ def test_nothing_compiles_after_warm_up(llm: LLM):
         events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    before = llm.engine._runner.programs.num_compiled
+    before = llm.engine._runner.stages[0].programs.num_compiled
     prompts = [prompt(i, 1 + (i * 37) % 200) for i in range(30)]
     settings = [
         params(i, logprobs=3 if i % 4 == 0 else None, prompt_logprobs=1 if i % 5 == 0 else None)
         for i in range(30)
     ]
     llm.generate(prompts, settings)
-    assert llm.engine._runner.programs.num_compiled == before
+    assert llm.engine._runner.stages[0].programs.num_compiled == before
     assert not [event for event in events if "compile" in event]
     jax.jit(lambda x: x * 3 + len(events))(1.0)  # the listener would have heard
     assert [event for event in events if "compile" in event]
@@ -121,8 +121,8 @@ def test_nothing_compiles_after_warm_up(llm: LLM):
 def test_the_cache_is_updated_in_place():
     """No step may copy the cache: temporaries stay small beside it."""
     llm = LLM("tiny-llama", max_num_seqs=8, num_pages=40_000, warm_up=False, **OPTIONS)
-    programs = llm.engine._runner.programs
-    cache_bytes = 40_000 * llm.engine._runner.programs._spec.bytes_per_page
+    programs = llm.engine._runner.stages[0].programs
+    cache_bytes = 40_000 * llm.engine._runner.stages[0].programs._spec.bytes_per_page
     for bucket in programs._buckets.all():
         analysis = programs.forward(bucket).memory_analysis()
         assert analysis is not None
@@ -135,7 +135,7 @@ def test_a_row_s_bits_do_not_depend_on_the_bucket(dtype: str):
     """Hidden states and tokens of the same decode rows through every shape of step, compared bit for bit."""
     llm = LLM("tiny-llama", dtype=dtype, max_num_seqs=32, warm_up=False, **OPTIONS)
     runner = llm.engine._runner
-    programs = runner.programs
+    programs = runner.stages[0].programs
     slots = np.arange(2)
     seen = {}
     for bucket in programs._buckets.all():
@@ -149,8 +149,8 @@ def test_a_row_s_bits_do_not_depend_on_the_bucket(dtype: str):
             tables[0, :2, 0] = 1 + slots
             samples[:2] = slots
             held = ints.copy()  # the device may still read what it was given
-            _, rows, runner._cache = programs.forward(bucket)(
-                runner._params, runner._cache, runner._last_tokens, held, None
+            _, rows, runner.stages[0].cache = programs.forward(bucket)(
+                runner.stages[0].params, runner.stages[0].cache, runner._last_tokens, held, None
             )
         drawn, runner._last_tokens, _, _ = programs.sample(bucket.samples, False)(
             runner._head,
@@ -343,12 +343,12 @@ def test_nan_ends_its_request_alone():
     expected = llm.generate([prompt(31, 20)], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))[0]
     poisoned = [
         np.asarray(value).copy() if spec.sources == ("model.embed_tokens.weight",) else value
-        for spec, value in zip(runner.programs._flat.specs, runner._params, strict=True)
+        for spec, value in zip(runner.stages[0].programs._flat.specs, runner.stages[0].params, strict=True)
     ]
     for value in poisoned:
         if isinstance(value, np.ndarray):
             value[500] = np.nan
-    runner._params = tuple(map(jax.device_put, poisoned))
+    runner.stages[0].params = tuple(map(jax.device_put, poisoned))
     bad, good = llm.generate(
         [[500, 7, 8], prompt(31, 20)], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     )
@@ -371,7 +371,7 @@ def test_settings_that_cannot_work():
         LLM("tiny-llama", num_pages=10)
     with pytest.raises(ConfigError, match="raise it or lower max_model_len"):
         LLM("tiny-llama", kv_cache_bytes=1000)
-    with pytest.raises(ConfigError, match="only 1 works"):
-        LLM("tiny-llama", pp=2)
+    with pytest.raises(ConfigError, match="pp=3 needs as many layers at least, and this model has 2"):
+        LLM("tiny-llama", pp=3)
     with pytest.raises(ConfigError, match="kv_dtype 'int3'"):
         LLM("tiny-llama", kv_dtype="int3")

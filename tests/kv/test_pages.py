@@ -60,6 +60,27 @@ def test_layers_share_arrays_and_full_ones_waste_none(looks, groups, arrays):
     assert len(full) in (0, arrays)
 
 
+@pytest.mark.parametrize(
+    ("looks", "bounds", "groups", "arrays"),
+    [
+        ([FULL] * 5, (0, 3, 5), [FULL], [3, 2]),
+        ([CHUNKED, CHUNKED, CHUNKED, FULL] * 12, (0, 24, 48), [CHUNKED] * 3 + [FULL], [6, 6]),  # Llama 4
+        ([CHUNKED, CHUNKED, CHUNKED, FULL], (0, 2, 4), [CHUNKED, FULL], [2, 1]),
+        # The second stage's five windows fill as many groups, so that the first one's need one array.
+        ([SLIDING] * 10 + [FULL], (0, 5, 11), [SLIDING] * 5 + [FULL], [1, 1]),
+        ([FULL, SLIDING], (0, 1, 2), [FULL, SLIDING], [1, 1]),
+    ],
+)
+def test_stages_share_groups_and_have_arrays_of_their_own(looks, bounds, groups, arrays):
+    found, places = place_layers(looks, bounds)
+    assert sorted(found, key=str) == sorted(groups, key=str)
+    assert [found[place.group] for place in places] == [place.look for place in places] == looks
+    for start, end, count in zip(bounds[:-1], bounds[1:], arrays, strict=True):
+        own = places[start:end]
+        assert 1 + max(place.array for place in own) == count
+        assert len({(place.group, place.array) for place in own}) == len(own)
+
+
 def test_the_dump_page_is_never_handed_out():
     pool = PagePool(4, PrefixCache(1))
     assert sorted(pool.take() for _ in range(3)) == [1, 2, 3]

@@ -71,7 +71,7 @@ def scores(output: RequestOutput) -> list[TokenLogprob]:
 
 def collectives(llm: LLM) -> list[tuple[str, int]]:
     """(kind, values that travel) of each collective in a compiled decode step."""
-    programs = llm.engine._runner.programs
+    programs = llm.engine._runner.stages[0].programs
     bucket = next(b for b in programs._buckets.all() if not b.blocks)
     text = programs.forward(bucket).as_text()
     found = []

@@ -40,7 +40,7 @@ def test_greedy_tokens_are_those_of_one_copy(copies: LLM):
         assert [out.outputs[0].token_ids for out in outputs] == oracle.greedy * 2
     assert all(engine.num_steps > 0 for engine in engine_of(copies).engines)
     devices = [
-        {device for array in engine._runner._cache for device in array.devices()}
+        {device for array in engine._runner.stages[0].cache for device in array.devices()}
         for engine in engine_of(copies).engines
     ]
     assert devices[0].isdisjoint(devices[1])
