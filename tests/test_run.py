@@ -84,12 +84,12 @@ def test_a_usage_error_is_one_line(args, says, capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--prompt", "x", "--temperature", "9"], "temperature must be in [0, 2]"),
+        (["--prompt", "x", "--temperature", "9"], "temperature must be at most 2"),
         (["--prompt", "x", "--temperature", "nan"], "temperature must be a finite number"),
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--prompt", "x", "--n", "3"], "n=3 needs sampling"),
-        (["--prompt", "x", "--stop", ""], "stop strings must be non-empty"),
-        (["--input", "IN", "--output", "OUT", "--top-p", "0"], "top_p must be in (0, 1]"),
+        (["--prompt", "x", "--stop", ""], "stop[0] must not be empty"),
+        (["--input", "IN", "--output", "OUT", "--top-p", "0"], "top_p must be more than 0"),
         (["--input", "missing.jsonl", "--output", "OUT"], "cannot read missing.jsonl"),
         (["--input", ".", "--output", "OUT"], "cannot read ."),
         (["--input", "IN", "--output", "no/folder/out"], "cannot write no/folder/out"),

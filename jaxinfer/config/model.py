@@ -38,7 +38,6 @@ class RopeConfig:
     attention_factor: float | None = None
     truncate: bool = True
     interleaved: bool = False  # dimension 2i turns with 2i + 1, instead of i with i + half
-    partial_rotary_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = (
         None  # one a frequency, as GGUF files give llama3's scaling
     )
@@ -212,17 +211,23 @@ class ModelConfig:
 def rope_from_hf(config: Mapping[str, Any], *, interleaved: bool = False) -> RopeConfig:
     """Reads both styles: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (hub files)."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if part not in (None, 1):
+        # Some implementations turn a part of each head then, others do not look at it.
+        raise ConfigError(f"partial_rotary_factor={part} is not supported by models of this kind, 1 is")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     known = ("default", "linear", "dynamic", "llama3", "yarn")
     if kind not in known:
         raise ConfigError(f"rope type {kind!r} is not supported; known: {', '.join(known)}")
-    original = scaling.get("original_max_position_embeddings")
+    longest, key = config.get("max_position_embeddings"), "original_max_position_embeddings"
+    # Outside of the scaling it comes first; "dynamic" stretches what is past the length that the whole file is for.
+    original = None if kind == "dynamic" else config.get(key) or scaling.get(key)
     if original is None and kind in ("yarn", "llama3", "dynamic"):
-        original = config.get("max_position_embeddings")
+        original = longest
     factor = float(scaling.get("factor") or 1.0)
-    if kind == "yarn" and "factor" not in scaling and original:
-        factor = config["max_position_embeddings"] / original
-    if kind not in ("default", "yarn") and "factor" not in scaling:
+    if kind == "yarn" and scaling.get("factor") is None and original and longest:
+        factor = longest / original
+    if kind not in ("default", "yarn") and scaling.get("factor") is None:
         raise ConfigError(f"rope type {kind!r} needs a factor in rope_scaling")
     if not math.isfinite(factor) or factor <= 0:
         raise ConfigError(f"rope factor must be a positive number, got {factor}")
@@ -236,9 +241,6 @@ def rope_from_hf(config: Mapping[str, Any], *, interleaved: bool = False) -> Rop
         original_max_position=None if original is None else int(original),
         truncate=bool(scaling.get("truncate", True)),
         interleaved=interleaved,
-        partial_rotary_factor=float(
-            scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        ),
         frequency_divisors=None if divisors is None else tuple(divisors),
         **{k: float(scaling[k]) for k in optional if scaling.get(k) is not None},
         **{k: float(scaling[k]) for k in with_default if scaling.get(k) is not None},
@@ -256,32 +258,34 @@ def looks_from_hf(config: Mapping[str, Any], otherwise: Sequence[str]) -> tuple[
     return tuple(names[kind] for kind in types)
 
 
-def common_from_hf(
-    config: Mapping[str, Any], *, family: str, head_dim: int | None = None, interleaved: bool = False
-) -> dict[str, Any]:
+def need(config: Mapping[str, Any], name: str, family: str) -> int:
+    """A whole number that the family's models cannot do without. Raises ConfigError where config.json has none."""
+    value = config.get(name)
+    if value is None:
+        raise ConfigError(f"config.json has no {name!r}, which a {family} model needs")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
+        raise ConfigError(f"config.json: {name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def common_from_hf(config: Mapping[str, Any], *, family: str, interleaved: bool = False) -> dict[str, Any]:
     """The fields that config.json files spell alike, as ModelConfig arguments.
 
     Args:
-      head_dim: of files that do not name it; None: width over heads.
       interleaved: how the family's rotary embedding pairs dimensions.
     """
-
-    def need(name: str) -> int:
-        if config.get(name) is None:
-            raise ConfigError(f"config.json has no {name!r}, which a {family} model needs")
-        return int(config[name])
-
-    heads = need("num_attention_heads")
+    heads = need(config, "num_attention_heads", family)
+    width = need(config, "hidden_size", family)
     eos = config.get("eos_token_id")
     return {
         "family": family,
-        "vocab_size": need("vocab_size"),
-        "hidden_size": need("hidden_size"),
-        "intermediate_size": need("intermediate_size"),
-        "num_layers": need("num_hidden_layers"),
+        "vocab_size": need(config, "vocab_size", family),
+        "hidden_size": width,
+        "intermediate_size": need(config, "intermediate_size", family),
+        "num_layers": need(config, "num_hidden_layers", family),
         "num_heads": heads,
         "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or head_dim or need("hidden_size") // heads),
+        "head_dim": int(config.get("head_dim") or width // heads),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope": rope_from_hf(config, interleaved=interleaved),
         "max_position": int(config.get("max_position_embeddings", 2048)),

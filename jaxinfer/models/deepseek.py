@@ -8,8 +8,9 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jaxinfer.config.model import MLAConfig, ModelConfig, MoEConfig, common_from_hf
+from jaxinfer.config.model import MLAConfig, ModelConfig, MoEConfig, common_from_hf, need
 from jaxinfer.config.vision import moonvit_from_hf
+from jaxinfer.errors import ConfigError
 from jaxinfer.kv.pages import LayerPlace
 from jaxinfer.models.decoder import Decoder, PreNormLayer
 from jaxinfer.models.layers.mla import MLA
@@ -18,19 +19,29 @@ from jaxinfer.models.layers.moe import MoE
 from jaxinfer.models.layers.rope import yarn_mscale
 
 _MOST_FURTHER_LAYERS = 8  # for multi-token prediction; their names go on counting where the layers end
+# What files may leave out.
+_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config.json whose model_type is deepseek_v3 or kimi_k2, or kimi_k25 with its text part inside."""
-    outer = {k: config[k] for k in ("dtype", "torch_dtype") if config.get(k)}
-    text = {**outer, **config["text_config"]} if "text_config" in config else config
+    outer = {k: config[k] for k in ("dtype", "torch_dtype", "tie_word_embeddings") if k in config}
+    text = {**_DEFAULTS, **outer, **config.get("text_config", config)}
     common = common_from_hf(text, family="deepseek", interleaved=bool(text.get("rope_interleave", True)))
     mla = MLAConfig(
-        q_rank=text.get("q_lora_rank"),
-        kv_rank=int(text["kv_lora_rank"]),
-        nope_dim=int(text["qk_nope_head_dim"]),
-        rope_dim=int(text["qk_rope_head_dim"]),
-        value_dim=int(text["v_head_dim"]),
+        q_rank=text["q_lora_rank"],
+        kv_rank=need(text, "kv_lora_rank", "deepseek"),
+        nope_dim=need(text, "qk_nope_head_dim", "deepseek"),
+        rope_dim=need(text, "qk_rope_head_dim", "deepseek"),
+        value_dim=need(text, "v_head_dim", "deepseek"),
     )
     rope = common["rope"]
     scale = (mla.nope_dim + mla.rope_dim) ** -0.5
@@ -52,20 +63,23 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 def _moe(text: Mapping[str, Any], layers: int) -> MoEConfig | None:
     if not text.get("n_routed_experts"):
         return None
-    first, every = int(text.get("first_k_dense_replace", 0)), int(text.get("moe_layer_freq") or 1)
-    hidden = int(text["moe_intermediate_size"])
+    for name, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if text.get(name, known) != known:
+            raise ConfigError(f"config.json: {name} {text[name]!r} is not supported, {known!r} is")
+    first, every = text["first_k_dense_replace"] or 0, int(text.get("moe_layer_freq") or 1)
+    hidden = need(text, "moe_intermediate_size", "deepseek")
     return MoEConfig(
         layers=tuple(i for i in range(first, layers) if i % every == 0),
-        num_experts=int(text["n_routed_experts"]),
-        top_k=int(text["num_experts_per_tok"]),
+        num_experts=need(text, "n_routed_experts", "deepseek"),
+        top_k=need(text, "num_experts_per_tok", "deepseek"),
         hidden_size=hidden,
         scoring="sigmoid",
         normalize=bool(text.get("norm_topk_prob", True)),
-        scale=float(text.get("routed_scaling_factor", 1.0)),
+        scale=float(text["routed_scaling_factor"]),
         score_bias=True,
-        num_groups=int(text.get("n_group") or 1),
-        top_groups=int(text.get("topk_group") or 1),
-        shared_hidden_size=hidden * int(text.get("n_shared_experts") or 0),
+        num_groups=int(text["n_group"] or 1),
+        top_groups=int(text["topk_group"] or 1),
+        shared_hidden_size=hidden * int(text["n_shared_experts"] or 0),
     )
 
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxinfer.config.model import ModelConfig, common_from_hf, looks_from_hf, rope_from_hf
+from jaxinfer.config.model import ModelConfig, RopeConfig, common_from_hf, looks_from_hf, rope_from_hf
+from jaxinfer.errors import ConfigError
 from jaxinfer.kv.pages import LayerPlace
 from jaxinfer.models.base import Pages
 from jaxinfer.models.decoder import Decoder, Step
@@ -36,27 +37,23 @@ _DEFAULTS = {
     "eos_token_id": [1, 106],
     "bos_token_id": 2,
 }
+# What multimodal files may say outside of their text part.
+_OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
 
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config.json whose model_type is gemma3_text, or gemma3 with its text part inside."""
-    outer = {
-        k: v for k, v in config.items() if k in ("dtype", "torch_dtype", "eos_token_id") and v is not None
-    }
-    text = (
-        {**_DEFAULTS, **outer, **config["text_config"]}
-        if "text_config" in config
-        else {**_DEFAULTS, **config}
-    )
-    ropes = text.get("rope_parameters") or {}
-    every = text.get("_sliding_window_pattern") or text["sliding_window_pattern"]
-    if "full_attention" in ropes:
-        text["rope_parameters"] = ropes["full_attention"]
-        local = rope_from_hf({**text, "rope_parameters": ropes["sliding_attention"]})
-    else:
-        local = rope_from_hf({"rope_theta": text["rope_local_base_freq"]})
+    outer = {k: v for k, v in config.items() if k in _OUTER and v is not None}
+    text = {**_DEFAULTS, **outer, **config.get("text_config", config)}
+    if text.get("use_bidirectional_attention"):
+        raise ConfigError(
+            "use_bidirectional_attention is not supported: such a model makes embeddings, not tokens"
+        )
+    text["hidden_act"] = text["hidden_activation"]
+    text["rope_parameters"], local = _ropes(text)
     common = common_from_hf(text, family="gemma3")
     bias = bool(text.get("attention_bias", False))
+    every, window = text["sliding_window_pattern"], text["sliding_window"]
     looks = ["sliding" if (i + 1) % every else "full" for i in range(common["num_layers"])]
     return ModelConfig(
         **common,
@@ -64,13 +61,29 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         attention_out_bias=bias,
         qk_norm="learned",
         looks=looks_from_hf(text, looks),
-        sliding_window=int(text["sliding_window"]),
+        sliding_window=window,
         local_rope=local,
         attention_scale=float(text["query_pre_attn_scalar"]) ** -0.5,
-        attention_softcap=text.get("attn_logit_softcapping"),
+        # attn_logit_softcapping is Gemma 2's: these files may name it, and no implementation applies it.
         final_softcap=text.get("final_logit_softcapping"),
         embed_scale=float(common["hidden_size"]) ** 0.5,
         tensor_prefix="language_model." if "text_config" in config else "",
+    )
+
+
+def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], RopeConfig]:
+    """Rotary embedding of the full layers as common_from_hf reads it, and of the sliding ones, in either style."""
+    ropes = text.get("rope_parameters") or {}
+    unknown = ropes.keys() - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(
+            f"rope_parameters of a gemma3 model are full_attention and sliding_attention, got {min(unknown)!r}"
+        )
+    full, sliding = (dict(ropes.get(f"{kind}_attention") or {}) for kind in ("full", "sliding"))
+    full = {"rope_theta": text["rope_theta"]} | full | (text.get("rope_scaling") or {})
+    sliding = {"rope_theta": text["rope_local_base_freq"]} | sliding
+    return full, rope_from_hf(
+        {"rope_parameters": sliding, "max_position_embeddings": text["max_position_embeddings"]}
     )
 
 

@@ -13,12 +13,18 @@ from jaxinfer.models.decoder import Decoder, PreNormLayer
 from jaxinfer.models.layers.attention import Attention
 from jaxinfer.models.layers.mlp import GatedMLP
 
+# What Mistral's files may leave out.
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+
 
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config.json whose model_type is llama or mistral."""
+    mistral = config.get("model_type") == "mistral"
+    if mistral:
+        config = {**_MISTRAL_DEFAULTS, **config}
     common = common_from_hf(config, family="llama")
     bias = bool(config.get("attention_bias", False))
-    window = config.get("sliding_window") if config.get("model_type") == "mistral" else None
+    window = config["sliding_window"] if mistral else None
     return ModelConfig(
         **common,
         attention_bias=bias,

@@ -47,9 +47,11 @@ def part_index(axis: str) -> Array | int:
     return jax.lax.axis_index(RULES[axis]) if parts(axis) > 1 else 0
 
 
-def sum_over(axis: str | None, x: Array) -> Array:
-    """The sum of all parts' x, on each."""
-    return jax.lax.psum(x, RULES[axis]) if axis is not None and parts(axis) > 1 else x
+def sum_over(axis: str | tuple[str, ...] | None, x: Array) -> Array:
+    """The sum of all parts' x, on each; along several axes at once."""
+    axes = (axis,) if isinstance(axis, str) else axis or ()
+    split = tuple(RULES[one] for one in axes if parts(one) > 1)
+    return jax.lax.psum(x, split) if split else x
 
 
 def max_over(axis: str, x: Array) -> Array:

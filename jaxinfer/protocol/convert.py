@@ -7,6 +7,7 @@ what its type allows, for a message a client can act on.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -98,6 +99,8 @@ def _wanted(problem: str, value: Any, places: list[inspect.Type]) -> str:
     """What must be, after "must"."""
     if match := _WRONG_TYPE.fullmatch(problem):
         return f"be {_or(_KINDS.get(kind, kind) for kind in match[1].split(' | ') if kind != 'null')}"
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has none, flags do
+        return f"be {_KINDS['float']}"
     if match := _WRONG_SIZE.fullmatch(problem):
         return f"be {_SIDES[match[1]]} {match[2].removesuffix('.0')}"
     if match := _WRONG_LENGTH.fullmatch(problem):

@@ -90,6 +90,7 @@ class GGUFCheckpoint(Checkpoint):
             "max_position_embeddings": get("context_length"),
             "rope_theta": get("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
+            "partial_rotary_factor": get("rope.dimension_count", head_dim) / head_dim,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
@@ -22,9 +23,12 @@ from jaxinfer.weights.layout import pieces, swapped
 from jaxinfer.weights.progress import LoadProgress
 from pallas_kernels.linear import BlockWeights
 
+logger = logging.getLogger(__name__)
+
 _FLOATS = (np.dtype(ml_dtypes.bfloat16), *map(np.dtype, (np.float16, np.float32, np.float64)))
 # Endings of tensors that some converters write and no model needs.
 _DERIVED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_COMPARED_ROWS = 32  # of a tied head's copy
 _ALIGNMENT = 64  # bytes; what XLA wants of an array that it is to use where it lies
 
 
@@ -44,12 +48,13 @@ def load_params(
       sharding_of: where each parameter goes, every device its own slice; None: all to the default device.
     Raises:
       CheckpointError: before anything is read, when a tensor is missing, has another shape, is not of floating-point numbers,
-        or has no place in the model; a copy of tied embeddings under the head's name is ignored.
+        or has no place in the model; the head's tensor is ignored where it is tied to the embeddings.
     """
     specs = param_specs(model) + ([] if tower is None else param_specs(tower))
     check_names(model, specs, checkpoint)
     for spec in specs:
         check_tensors(spec, checkpoint)
+    _warn_of_ignored_head(model, checkpoint)
     restored = checkpoint.restore(specs, sharding_of)
     if restored is not None:
         return restored
@@ -74,7 +79,7 @@ def check_names(model: DecoderModel, specs: list[ParamSpec], checkpoint: Checkpo
         raise CheckpointError(
             f"{checkpoint.path} lacks {len(missing)} of {len(used)} tensors, first {missing[0]!r}: the checkpoint is incomplete"
         )
-    tied = {f"{model.config.tensor_prefix}lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tied = set(_tied_head(model)[:1])
     unused = model.unused_tensors
     extra = sorted(
         name
@@ -102,6 +107,41 @@ def check_tensors(spec: ParamSpec, checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 f"{checkpoint.path}: tensor {source!r} is {dtype}, but weights are {known}, or as quantization_config says"
             )
+
+
+def _warn_of_ignored_head(model: DecoderModel, checkpoint: Checkpoint) -> None:
+    """Logs that a head is stored beside the embeddings it is tied to and is no copy of them: the config may be wrong.
+
+    Some rows are compared, not all: a head of its own differs in each.
+    """
+    names = _tied_head(model)
+    if not names or names[0] not in checkpoint.names():
+        return
+    head, embed = names
+    same = checkpoint.shape(head) == checkpoint.shape(embed)
+    if same:
+        rows, width = checkpoint.shape(embed)
+        both = np.empty((2, 1, width), np.float32)
+        for start in range(0, rows, max(1, rows // _COMPARED_ROWS)):
+            for name, out in zip(names, both, strict=True):
+                for task in checkpoint.fill(name, out, start):
+                    task()
+            same = same and np.array_equal(*both, equal_nan=True)
+    if not same:
+        logger.warning(
+            "%s: %r is ignored, though it is not a copy of %r, because tie_word_embeddings is true: "
+            "set it to false in config.json if the model has a head of its own",
+            checkpoint.path,
+            head,
+            embed,
+        )
+
+
+def _tied_head(model: DecoderModel) -> tuple[str, ...]:
+    """Names of the head and of the embeddings it is tied to; none where it is not."""
+    prefix = model.config.tensor_prefix
+    names = (f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight")
+    return names if model.config.tie_word_embeddings else ()
 
 
 def num_bytes(spec: ParamSpec) -> int:

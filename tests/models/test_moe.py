@@ -341,5 +341,5 @@ def test_sum_in_order(count: int):
 
 
 def test_unknown_activation_is_refused():
-    with pytest.raises(ConfigError, match="hidden_act 'relu' is not supported"):
-        MoE("moe", QWEN, 16, act="relu", dtype=jnp.float32)
+    with pytest.raises(ConfigError, match="hidden_act 'softplus' is not supported"):
+        MoE("moe", QWEN, 16, act="softplus", dtype=jnp.float32)

@@ -86,7 +86,8 @@ def collectives(llm: LLM) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "ep", "a_layer"), [("llama3", 2, 1, 2), ("qwen3", 4, 1, 2), ("qwen3_moe", 1, 4, 1)]
+    ("name", "tp", "ep", "a_layer"),
+    [("llama3", 2, 1, 2), ("qwen3", 4, 1, 2), ("qwen3_moe", 1, 4, 1), ("llama4_text", 2, 2, 2)],
 )
 def test_collectives_of_a_decode_step(name: str, tp: int, ep: int, a_layer: int):
     """One sum for the embedding, then two a layer (after attention, after the feed-forward), each of rows x width values."""

@@ -6,11 +6,14 @@ import asyncio
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from pathlib import Path
 
 import aiohttp
+import pytest
 from byte_tokenizer import EOS
 from scripted import ScriptedEngine, Server
 from tiny_checkpoint import write_checkpoint
@@ -20,6 +23,7 @@ from jaxinfer.config.server import ServerConfig
 from jaxinfer.serve import served_model
 
 REQUESTS = 10_000
+ALONE = "JAXINFER_SOAK_ALONE"
 AT_ONCE = 64
 
 
@@ -57,15 +61,31 @@ async def run(server: Server, count: int) -> list[int]:
     return ended
 
 
-def test_ten_thousand_requests_leave_nothing_behind(serve):
+@pytest.mark.skipif(ALONE in os.environ, reason="is the process of its own")
+def test_ten_thousand_requests_leave_nothing_behind():
+    """In a process of its own, where nobody else's memory comes and goes."""
+    name = f"{__file__}::{test_ten_thousand_requests_alone.__name__}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name],
+        env={**os.environ, ALONE: "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert "1 passed" in ended.stdout
+
+
+@pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of its own, of the test above")
+def test_ten_thousand_requests_alone(serve):
     engine = ScriptedEngine(lambda prompt, params, index: [*b"over", EOS])
     engine.seen, engine.aborted = deque(maxlen=0), deque(maxlen=0)  # which grow otherwise
     server = serve(engine)
-    asyncio.run(run(server, 500))
+    assert asyncio.run(run(server, REQUESTS // 2)) == [REQUESTS // 4] * 2
     assert server.wait_idle()
     gc.collect()
     files, memory, objects = open_files(), resident_bytes(), len(gc.get_objects())
-    assert asyncio.run(run(server, REQUESTS)) == [REQUESTS // 2] * 2
+    assert asyncio.run(run(server, REQUESTS // 2)) == [REQUESTS // 4] * 2
     assert server.wait_idle()
     gc.collect()
     for _ in range(500):  # the server's ends of closed connections
@@ -73,10 +93,9 @@ def test_ten_thousand_requests_leave_nothing_behind(serve):
             break
         time.sleep(0.01)
     assert open_files() <= files + 2
-    assert len(gc.get_objects()) - objects < REQUESTS / 5  # connections that are open are some
-    assert (
-        resident_bytes() - memory < 32 * 2**20
-    )  # heaps of small things spread: no more than 3.3 KB a request
+    assert len(gc.get_objects()) - objects < REQUESTS / 10  # connections that are open are some
+    # The heap spreads less and less: by 3 KB a request in the first half, by a tenth of that in the second.
+    assert resident_bytes() - memory < 10 * 2**20
     service = server.context.service
     assert (service.num_active, service.num_queued, service.queued_prefill_tokens) == (0, 0, 0)
     assert not service._streams

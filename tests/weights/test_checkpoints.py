@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import jax
@@ -275,7 +276,7 @@ def to_gguf(path: Path, oracle: str = "llama_tied", *, quantised: str | None = N
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_key_length(config["head_dim"])
     for key, value in metadata.items():
-        writer.add_string(key, value)
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     if arch == "qwen3moe":
@@ -369,6 +370,17 @@ def test_unpermute_undoes_llama_cpp_s_row_order():
     permuted = weights.reshape(3, 2, 2, 2).swapaxes(1, 2).reshape(12, 2)
     assert not np.array_equal(permuted, weights)
     np.testing.assert_array_equal(unpermute(permuted, 3), weights)
+
+
+def test_gguf_heads_that_turn_in_part(tmp_path: Path):
+    for width, served in ((16, True), (8, False)):
+        metadata: dict[str, Any] = {"llama.rope.dimension_count": width}
+        checkpoint = GGUFCheckpoint(to_gguf(tmp_path / "m.gguf", **metadata))
+        if served:
+            assert checkpoint.model_config().head_dim == 16
+        else:
+            with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5"):
+                checkpoint.model_config()
 
 
 @pytest.mark.parametrize("keep", [0, 3, 200, 0.5, -64])

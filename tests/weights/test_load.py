@@ -163,6 +163,17 @@ def test_a_head_is_left_over_only_where_it_is_tied(tmp_path: Path):
     assert len(load_params(model_of(), open_checkpoint(path))) == len(tied) + 1
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_tied_head_that_is_no_copy_is_told_of(
+    copied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = write_checkpoint(tmp_path)
+    embed = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(path, lambda name, tensor: embed if copied and name == "lm_head.weight" else tensor)
+    load_params(model_of(tie_word_embeddings=True), open_checkpoint(path))
+    assert ("lm_head.weight' is ignored" in caplog.text) is not copied
+
+
 def test_nothing_is_read_before_all_of_it_is_known_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_checkpoint(tmp_path)
     last = sorted(load_file(path / "model.safetensors"))[-1]

@@ -62,12 +62,21 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-        """The result in x's dtype."""
-        return self.wide(x).astype(x.dtype)
+        """The result in x's dtype, which is also what devices send each other to add up."""
+        y = self.partial(x)
+        if parts(self.in_axis) > 1:
+            y = sum_over(self.in_axis, y.astype(x.dtype))
+        return self._with_bias(y).astype(x.dtype)
 
     def wide(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
         """The result in float32, as it was accumulated."""
-        y = sum_over(self.in_axis, linear(x, as_matrix(self.weight.get_value())))
+        return self._with_bias(sum_over(self.in_axis, self.partial(x)))
+
+    def partial(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """What this device adds to the result, in float32, without the bias."""
+        return linear(x, as_matrix(self.weight.get_value()))
+
+    def _with_bias(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
         return y if self.bias is None else y + self.bias[...].reshape(-1).astype(jnp.float32)
 
 

@@ -15,8 +15,11 @@ from jaxinfer.models.layers.linear import Linear
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
 }
 
 
@@ -51,8 +54,14 @@ class GatedMLP(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down(self._hidden(x))
+
+    def partial(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """What this device adds to the result, in float32, without the last bias."""
+        return self.down.partial(self._hidden(x))
+
+    def _hidden(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
         # Rounding gate and up to bfloat16 first would cost accuracy and, on CPU, time.
         gate_up = self.gate_up.wide(x)
         gate, up = jnp.split(gate_up, 2, axis=1)
-        hidden = self.act(gate) * up
-        return self.down(hidden.astype(x.dtype))
+        return (self.act(gate) * up).astype(x.dtype)

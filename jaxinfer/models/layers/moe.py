@@ -14,7 +14,7 @@ from jaxinfer.config.model import MoEConfig
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.mlp import Activation, GatedMLP
 from jaxinfer.models.params import Axis, declare
-from jaxinfer.parallel.collectives import part_index, sum_over
+from jaxinfer.parallel.collectives import part_index, parts, sum_over
 from pallas_kernels.grouped_linear import grouped_linear
 
 Layout = Literal["separate", "fused"]
@@ -106,10 +106,12 @@ class MoE(nnx.Module):
         results = self.down((self.act(gate) * up).astype(x.dtype), sizes)
         # One after the other: a sum over an axis may be made in an order that depends on the number of tokens.
         total = sum(weights[:, i, None] * results[places[:, i]] for i in range(experts.shape[1]))
-        total = sum_over("experts", sum_over("ffn", jnp.asarray(total)))
+        total = jnp.asarray(total)
         if self.shared is not None:
-            total = total + self.shared(x).astype(jnp.float32)
-        return total.astype(x.dtype)
+            shared = self.shared.partial(x)
+            # All devices along the axis of experts have the same share of it.
+            total += shared if parts("experts") == 1 else jnp.where(part_index("experts") == 0, shared, 0)
+        return sum_over(("experts", "ffn"), total.astype(x.dtype))
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """The experts that each token goes to, and their weights in float32."""

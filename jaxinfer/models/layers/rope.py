@@ -17,18 +17,17 @@ RopeTables = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cos, sin
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, *, max_len: int | None = None
 ) -> tuple[np.ndarray, float]:
-    """Rotation speed of each pair of dimensions, float32 [rotary_dim / 2] in radians a token, and the factor on cos and sin.
+    """Rotation speed of each pair of dimensions, float32 [head_dim / 2] in radians a token, and the factor on cos and sin.
 
     max_len (tokens) matters to "dynamic" alone: the base is stretched for it when it exceeds the trained length.
     Follows transformers' modeling_rope_utils, which checkpoints are trained and tested against.
     """
-    dim = int(head_dim * rope.partial_rotary_factor)
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / dim
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     theta = rope.theta
     if rope.type == "dynamic":
         trained = rope.original_max_position or 1
         length = max(max_len or 0, trained)
-        theta = theta * (rope.factor * length / trained - (rope.factor - 1)) ** (dim / (dim - 2))
+        theta = theta * (rope.factor * length / trained - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
     inv_freq = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
     if rope.frequency_divisors is not None:
         return inv_freq / np.asarray(rope.frequency_divisors, np.float32), 1.0
@@ -37,14 +36,16 @@ def inverse_frequencies(
     if rope.type == "llama3":
         return _llama3(inv_freq, rope), 1.0
     if rope.type == "yarn":
-        return _yarn(inv_freq, rope, dim)
+        return _yarn(inv_freq, rope, head_dim)
     return inv_freq, 1.0
 
 
 def _llama3(inv_freq: np.ndarray, rope: RopeConfig) -> np.ndarray:
     original = rope.original_max_position or 1
     wavelength = 2 * math.pi / inv_freq
-    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    # Llama 4 Scout's factors are equal: nothing lies between them.
+    width = max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
+    smooth = (original / wavelength - rope.low_freq_factor) / width
     smooth = np.clip(smooth, 0.0, 1.0)
     return ((1 - smooth) * inv_freq / rope.factor + smooth * inv_freq).astype(np.float32)
 
