@@ -35,7 +35,7 @@ from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.config.published import published_config
 from jaxinfer.engine.buckets import BucketTable
 from jaxinfer.engine.modules import FlatModule
-from jaxinfer.engine.stages import ModelStage, make_stages
+from jaxinfer.engine.stages import ModelStage, count_lanes, make_stages
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.errors import JaxinferError
 from jaxinfer.kv.manager import pages_for_one
@@ -156,7 +156,7 @@ def report(
     with on_mesh(mesh):
         tower = make_tower(config, dtype=served, compute_dtype=served)
     stages = make_stages(make, whole, mesh, engine, served)
-    buckets = BucketTable(engine, microbatches=len(stages))
+    buckets = BucketTable(engine, microbatches=len(stages), lanes=count_lanes(stages))
     return Report(
         model=name,
         topology=f"{target.count}x{target.kind}",
@@ -187,7 +187,7 @@ def stage_report(
         model,
         stage.cache,
         buckets,
-        num_pages=one * engine.max_num_seqs + 1,
+        num_pages=one * buckets.lane_rows + 1,
         num_slots=engine.max_num_seqs + 1,
         table_width=-(-engine.max_model_len // engine.page_size),
         tower=tower,

@@ -21,7 +21,9 @@ class EngineConfig:
     max_prefill_tokens: int = 512  # prompt tokens computed in one step, over all sequences (chunked prefill)
     prefill_block: int = 32  # prefill chunks are padded to a multiple of this many tokens
     page_size: int = 16  # tokens a KV page holds
-    num_pages: int | None = None  # KV pages, page 0 (the dump) included; None: sized from kv_cache_bytes
+    num_pages: int | None = (
+        None  # KV pages of all devices, each one's page 0 (the dump) included; None: sized from kv_cache_bytes
+    )
     kv_cache_bytes: int | None = None  # memory for the KV cache, bytes; None: a share of what is free
     max_media_tokens: int = (
         16_384  # rows of image embeddings that running prompts may hold at once; one prompt's limit as well

@@ -71,7 +71,7 @@ FAMILIES = (
         attention="MLA",
         feed_forward="mixture, groups, shared experts",
         images="K2.5",
-        tp="yes, latents on every device",
+        tp="yes, each device its own requests' latents (with pp all)",
         ep="yes",
     ),
 )

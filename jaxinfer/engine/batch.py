@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -48,7 +50,10 @@ class StepArrays(StepInputs):
 
 
 class BatchBuilder:
-    """Mirrors every slot's page tables and sampling parameters, and cuts a step's arrays out of them."""
+    """Mirrors every slot's page tables and sampling parameters, and cuts a step's arrays out of them.
+
+    Of several lanes each has an equal part of the decode rows, and one of the blocks, in the order of the lanes.
+    """
 
     def __init__(
         self, buckets: BucketTable, *, num_slots: int, groups: int, table_width: int, vocab_size: int = 0
@@ -81,9 +86,14 @@ class BatchBuilder:
             self._tables[group, slot, index] = page
         decode, chunks = step.decode, step.prefill
         block = self._buckets.block
-        num_blocks = sum(-(-chunk.length // block) for chunk in chunks)
+        lanes = self._buckets.lanes
+        blocks: Counter[int] = Counter()
+        for chunk in chunks:
+            blocks[chunk.seq.lane] += -(-chunk.length // block)
         n = len(decode)
-        bucket = self._buckets.fit(n, num_blocks)
+        counts = Counter(seq.lane for seq in decode) if lanes > 1 else {0: n}
+        bucket = self._buckets.fit(max(counts.values(), default=0), max(blocks.values(), default=0))
+        lane_rows, lane_blocks = bucket.decode // lanes, bucket.blocks // lanes
         layout = self._layouts.get(bucket)
         if layout is None:
             layout = self._layouts[bucket] = ForwardLayout(bucket, self._groups, self._width)
@@ -92,36 +102,41 @@ class BatchBuilder:
 
         slots = [seq.slot for seq in decode]
         lens = [seq.num_computed for seq in decode]
+        rows = list(range(n))
         if n:
-            kv_lens[:n] = lens
-            np.subtract(kv_lens[:n], 1, out=positions[:n])
-            tokens[:n] = [
+            places: slice | list[int] = slice(n)
+            if lanes > 1:
+                free = [count(lane * lane_rows) for lane in range(lanes)]
+                places = rows = [next(free[seq.lane]) for seq in decode]
+            kv_lens[places] = lens
+            positions[places] = kv_lens[places] - 1
+            tokens[places] = [
                 seq.tokens[length - 1] if length <= len(seq.tokens) else -1 - seq.slot
                 for seq, length in zip(decode, lens, strict=True)
             ]
-            tables[:, :n] = self._tables[:, slots]
+            tables[:, places] = self._tables[:, slots]
 
         sampled = list(decode)
-        rows = list(range(n))
         chunk_starts = []
-        start, row = bucket.decode, bucket.decode
+        blocks.clear()
         for seq, first, length, samples_token in chunks:
+            place = seq.lane * lane_blocks + blocks[seq.lane]
+            start, row = bucket.decode + place * block, bucket.decode + place
             chunk_starts.append(start)
             end = start + length
             tokens[start:end] = seq.tokens[first : first + length]
             if seq.media is not None and seq.media.rows:
                 self._name_rows(tokens[start:end], seq.media, first)
-            count = -(-length // block)
-            positions[start : start + count * block] = np.arange(first, first + count * block)
-            kv_lens[row : row + count] = np.minimum(np.arange(1, count + 1) * block, length) + first
-            tables[:, row : row + count] = self._tables[:, seq.slot, None]
+            num_blocks = -(-length // block)
+            positions[start : start + num_blocks * block] = np.arange(first, first + num_blocks * block)
+            kv_lens[row : row + num_blocks] = np.minimum(np.arange(1, num_blocks + 1) * block, length) + first
+            tables[:, row : row + num_blocks] = self._tables[:, seq.slot, None]
             if samples_token:
                 sampled.append(seq)
                 rows.append(end - 1)
                 slots.append(seq.slot)
                 lens.append(first + length)
-            start += count * block
-            row += count
+            blocks[seq.lane] += num_blocks
         samples[: len(rows)] = rows
 
         padded = slots + [self._padding] * (bucket.samples - len(slots))

@@ -23,7 +23,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.followers import LeadingRunner, LeadingTeacher, Telling, follow
 from jaxinfer.engine.replicas import ReplicatedEngine
 from jaxinfer.engine.runner import ModelRunner, RunningStage
-from jaxinfer.engine.stages import choose_num_pages, make_stages, placement, stage_params
+from jaxinfer.engine.stages import choose_num_pages, count_lanes, make_stages, placement, stage_params
 from jaxinfer.engine.steps import StepPrograms
 from jaxinfer.engine.teacher import TeacherForcing
 from jaxinfer.errors import ConfigError, JaxinferError
@@ -166,11 +166,13 @@ def _build(
     params_of = stage_params(stages, module, params)
     clock.lap("weights")
 
-    num_pages = choose_num_pages(engine_config, stages)
+    lanes = count_lanes(stages)
+    num_pages = choose_num_pages(engine_config, stages, lanes)
     if group is not None:
         num_pages = least(num_pages)
-    engine_config = dataclasses.replace(engine_config, num_pages=num_pages)
-    kv = KVManager(
+    engine_config = dataclasses.replace(engine_config, num_pages=num_pages * lanes)
+    make_kv = partial(
+        KVManager,
         num_pages,
         engine_config.page_size,
         groups,
@@ -178,7 +180,7 @@ def _build(
     )
     # XLA's own bfloat16 products of fewer than 8 rows are naive loops on CPU.
     thin = compat.platform() == "cpu" and served == jnp.bfloat16 and not widen
-    buckets = BucketTable(engine_config, min_rows=8 if thin else 2, microbatches=len(stages))
+    buckets = BucketTable(engine_config, min_rows=8 if thin else 2, microbatches=len(stages), lanes=lanes)
     width = -(-engine_config.max_model_len // engine_config.page_size)
     num_slots = engine_config.max_num_seqs + 1
     programs = [
@@ -213,7 +215,7 @@ def _build(
     tokenizer = checkpoint.tokenizer()
     engine = Engine(
         runner,
-        kv,
+        [make_kv() for _ in range(lanes)],
         buckets,
         engine_config,
         tokenizer=tokenizer,

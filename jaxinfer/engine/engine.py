@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        kv: KVManager,
+        kv: KVManager | list[KVManager],
         buckets: BucketTable,
         config: EngineConfig,
         *,
@@ -83,6 +83,7 @@ class Engine:
     ):
         """
         Args:
+          kv: of each lane of `buckets`.
           image_token_id: as in ModelConfig, of models whose vision tower the runner has.
           async_depth: steps dispatched beyond the one being read; 0 reads each step before the next.
           microbatches: most parts that a step is cut into, as many as the runner has stages.
@@ -91,7 +92,8 @@ class Engine:
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=config.max_num_seqs,
-            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefill_tokens=buckets.lane_blocks * config.prefill_block,
+            max_lane_seqs=buckets.lane_rows,
             prefill_block=config.prefill_block,
             max_waiting=config.max_waiting,
             media_rows=None if image_token_id is None else MediaRows(config.max_media_tokens),
@@ -102,7 +104,7 @@ class Engine:
         self._builder = BatchBuilder(
             buckets,
             num_slots=config.max_num_seqs + 1,
-            groups=len(kv.groups),
+            groups=len(self.scheduler.kv.groups),
             table_width=table_width,
             vocab_size=vocab_size,
         )
@@ -126,11 +128,11 @@ class Engine:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         scheduler = self.scheduler
-        pool = scheduler.kv.pool
+        pools = [kv.pool for kv in scheduler.lanes]
         return EngineLoad(
             waiting=len(scheduler.waiting),
             running=len(scheduler.prefilling) + len(scheduler.decoding),
-            kv_usage=1 - pool.available / pool.total,
+            kv_usage=1 - sum(pool.available for pool in pools) / self.num_pages,
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
             preemptions=scheduler.num_preemptions,
@@ -138,8 +140,8 @@ class Engine:
 
     @property
     def num_pages(self) -> int:
-        """Of the KV cache, but for the one that padding writes to."""
-        return self.scheduler.kv.pool.total
+        """Of the KV cache, but for those that padding writes to."""
+        return sum(kv.pool.total for kv in self.scheduler.lanes)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)

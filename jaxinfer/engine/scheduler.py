@@ -11,11 +11,16 @@ the engine cannot lock up. A waiting sequence of strictly better priority displa
 
 The loop may call schedule() for the next step before it has read the tokens of earlier ones, to any depth: counts advance
 as soon as a step is scheduled, and the engine must dispatch every step that schedule() returns, in order.
+
+With several lanes, devices that each hold other sequences' pages, a sequence is in one from admission to preemption or end:
+where most of its prompt is cached, then where most pages are left. Each lane has its own share of rows and prefill budget,
+and a sequence that needs a page displaces the worst of its lane alone. The best of each lane advances.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence as Several
 from itertools import chain
 from operator import attrgetter
 
@@ -33,25 +38,29 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KVManager,
+        kv: KVManager | Several[KVManager],
         *,
         max_num_seqs: int,
         max_prefill_tokens: int,
         max_prefill_seqs: int = 8,
+        max_lane_seqs: int | None = None,
         prefill_block: int = 1,
         max_waiting: int = 100_000,
         media_rows: MediaRows | None = None,
     ):
         """
         Args:
-          max_prefill_tokens: of all chunks of a step, each rounded up to a multiple of prefill_block.
+          kv: of each lane; all alike.
+          max_prefill_tokens: of all chunks of a step in one lane, each rounded up to a multiple of prefill_block.
+          max_lane_seqs: sequences that run in one lane; None: all may.
           media_rows: of models that take images.
         """
         if max_prefill_tokens < prefill_block:
             raise ConfigError(
                 f"max_prefill_tokens={max_prefill_tokens} is less than one block of {prefill_block} tokens: raise it"
             )
-        self.kv = kv
+        self.lanes = [kv] if isinstance(kv, KVManager) else list(kv)
+        self.kv = self.lanes[0]
         self.waiting: list[Sequence] = []  # best first
         self.prefilling: list[Sequence] = []  # in order of admission
         self.decoding: list[Sequence] = []
@@ -63,7 +72,9 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._media_rows = media_rows
-        self._reserve = int(kv.pool.total * _ADMISSION_RESERVE)
+        self._max_lane_seqs = max_num_seqs if max_lane_seqs is None else max_lane_seqs
+        self._running = [0] * len(self.lanes)
+        self._reserve = int(self.kv.pool.total * _ADMISSION_RESERVE)
         self._arrivals = 0
         self._draft = Step()
         self._filled: list[PrefillChunk] = []
@@ -105,15 +116,15 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None if nothing can run until a token is read or a sequence is added."""
         for chunk in self._filled:
-            self.kv.publish(chunk.seq)
+            self.lanes[chunk.seq.lane].publish(chunk.seq)
             if chunk.samples:
                 self._give_media_rows(chunk.seq)
         step = self._draft
         preempted = len(step.preempted)
         self._schedule_decodes(step)
-        budget = self._continue_prefills(step)
+        budgets = self._continue_prefills(step)
         if len(step.preempted) == preempted:  # else pages have just run out
-            self._admit(step, budget)
+            self._admit(step, budgets)
         self._filled = step.prefill
         if not (step.decode or step.prefill):
             return None  # the draft keeps its table updates for the step to come
@@ -167,7 +178,13 @@ class Scheduler:
             wrong = seq.num_pending < 0 or behind < 1 or (behind > 1 and seq in self.decoding)
             if wrong or seq.status is not SequenceStatus.RUNNING:
                 raise RuntimeError(f"scheduler: the counts of running sequence {seq.seq_id} are off")
-        self.kv.check_integrity(running)
+        for lane, kv in enumerate(self.lanes):
+            own = [seq for seq in running if seq.lane == lane]
+            if not len(own) == self._running[lane] <= self._max_lane_seqs:
+                raise RuntimeError(
+                    f"scheduler: {len(own)} sequences run in lane {lane}, not {self._running[lane]}"
+                )
+            kv.check_integrity(own)
 
     def _schedule_decodes(self, step: Step) -> None:
         page_size = self.kv.page_size
@@ -182,52 +199,77 @@ class Scheduler:
                 continue
             step.decode.append(seq)
 
-    def _continue_prefills(self, step: Step) -> int:
-        """Schedules chunks of sequences already admitted; returns the rest of the budget, in tokens."""
-        budget = self._max_prefill_tokens
+    def _continue_prefills(self, step: Step) -> list[int]:
+        """Schedules chunks of sequences already admitted; returns the rest of each lane's budget, in tokens."""
+        budgets = [self._max_prefill_tokens] * len(self.lanes)
         for seq in sorted(self.prefilling, key=_rank):
-            length = self._chunk_length(len(seq.tokens) - seq.num_computed, step, budget)
+            length = self._chunk_length(len(seq.tokens) - seq.num_computed, step, budgets[seq.lane])
             if length and self._make_room(seq, seq.num_computed + length, step):
-                budget -= self._add_chunk(step, seq, length)
-        return budget
+                budgets[seq.lane] -= self._add_chunk(step, seq, length)
+        return budgets
 
-    def _admit(self, step: Step, budget: int) -> None:
+    def _admit(self, step: Step, budgets: list[int]) -> None:
         index, displaced = 0, False
-        while index < len(self.waiting) and self._chunk_length(1, step, budget):
+        while index < len(self.waiting) and self._chunk_length(1, step, max(budgets)):
             seq = self.waiting[index]
             if len(seq.tokens) + seq.num_pending >= seq.max_total or not seq.leader_is_done:
                 index += 1  # has all its tokens but the last read, or will soon find its prompt cached
                 continue
             if seq.num_pending:
                 return  # preempted a moment ago: recomputing needs tokens not read yet, and nobody overtakes it
-            length = self._start(seq, step, budget)
+            length = self._start(seq, step, budgets)
             if length:
                 del self.waiting[index]
-                budget -= self._add_chunk(step, seq, length)
+                budgets[seq.lane] -= self._add_chunk(step, seq, length)
             if displaced:
                 return
             if not length:
+                if self._slots and self._lacks_budget(budgets):
+                    return
                 running = self.decoding or self.prefilling
                 if not running or self._worst().priority <= seq.priority:
                     return
                 self._preempt(self._worst(), step)
                 displaced = True
 
-    def _start(self, seq: Sequence, step: Step, budget: int) -> int:
+    def _start(self, seq: Sequence, step: Step, budgets: list[int]) -> int:
         """Gives a waiting sequence a slot, its cached prefix and pages for its first chunk; its length, 0 if none fits."""
         if not self._slots:
             return 0
-        cached = self.kv.match(seq)
+        for cached, lane in self._lanes_for(seq):
+            length = self._start_in(lane, seq, step, cached, budgets[lane])
+            if length:
+                return length
+        return 0
+
+    def _lanes_for(self, seq: Sequence) -> list[tuple[int, int]]:
+        """(cached tokens, lane) where there is a row for a waiting sequence, the best first."""
+        free = [lane for lane, count in enumerate(self._running) if count < self._max_lane_seqs]
+        found = [(self.lanes[lane].match(seq), lane) for lane in free]
+        if len(found) > 1:
+            found.sort(key=lambda one: (-one[0], -self.lanes[one[1]].pool.available))
+        return found
+
+    def _lacks_budget(self, budgets: list[int]) -> bool:
+        """Whether some lane has a row, but no budget left in this step."""
+        lanes = zip(self._running, budgets, strict=True)
+        return any(count < self._max_lane_seqs and budget < self._block for count, budget in lanes)
+
+    def _start_in(self, lane: int, seq: Sequence, step: Step, cached: int, budget: int) -> int:
         length = self._chunk_length(len(seq.tokens) - cached, step, budget)
-        reserve = self._reserve if self.decoding or self.prefilling else 0
+        if not length:
+            return 0
+        reserve = self._reserve if self._running[lane] else 0
         if not self._take_media_rows(seq, cached):
             return 0
         seq.slot = self._slots[-1]
-        if not self.kv.admit(seq, cached, cached + length, step.table_updates, reserve=reserve):
+        if not self.lanes[lane].admit(seq, cached, cached + length, step.table_updates, reserve=reserve):
             seq.slot = -1
             self._give_media_rows(seq)
             return 0
         self._slots.pop()
+        seq.lane = lane
+        self._running[lane] += 1
         seq.status = SequenceStatus.RUNNING
         self.prefilling.append(seq)
         if not seq.num_preemptions:
@@ -261,15 +303,17 @@ class Scheduler:
         """Pages for the positions of a running sequence before `end`, if need be those of worse ones; False: not now."""
         if seq.status is not SequenceStatus.RUNNING:
             return False  # preempted earlier in this step
-        while not self.kv.extend(seq, end, step.table_updates):
-            worst = self._worst()
+        while not self.lanes[seq.lane].extend(seq, end, step.table_updates):
+            worst = self._worst(seq.lane)
             if worst is seq:
                 return False
             self._preempt(worst, step)
         return True
 
-    def _worst(self) -> Sequence:
-        return max(chain(self.decoding, self.prefilling), key=_rank)
+    def _worst(self, lane: int | None = None) -> Sequence:
+        """Of a lane's running sequences, or of all."""
+        running = chain(self.decoding, self.prefilling)
+        return max((seq for seq in running if lane is None or seq.lane == lane), key=_rank)
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
         """Takes a running sequence's pages and slot, and its work out of this step; it waits at its old place."""
@@ -285,7 +329,8 @@ class Scheduler:
 
     def _vacate(self, seq: Sequence) -> None:
         (self.prefilling if seq in self.prefilling else self.decoding).remove(seq)
-        self.kv.release(seq)
+        self.lanes[seq.lane].release(seq)
+        self._running[seq.lane] -= 1
         self._give_media_rows(seq)
         self._slots.append(seq.slot)
         seq.slot = -1

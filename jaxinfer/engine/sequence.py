@@ -34,6 +34,7 @@ class Sequence(PagedTokens):
       media: images of the prompt, if it has any.
       request: the engine's own; the scheduler does not look at it.
       arrival: order of arrival, set by the scheduler.
+      lane: that holds its pages while it runs.
       num_pending: tokens that dispatched steps sample and the host has not read.
       cached_tokens: prompt tokens found in the prefix cache when first admitted.
       num_preemptions: times it lost its pages and had to start again.
@@ -48,6 +49,7 @@ class Sequence(PagedTokens):
     media: PromptMedia | None = None
     request: Any = None
     arrival: int = -1
+    lane: int = 0
     num_pending: int = 0
     cached_tokens: int = 0
     num_preemptions: int = 0

@@ -18,6 +18,7 @@ from jaxinfer.kv.cache import CacheSpec
 from jaxinfer.kv.manager import pages_for_one
 from jaxinfer.models.base import DecoderModel
 from jaxinfer.models.params import ParamSpec, param_specs
+from jaxinfer.parallel.collectives import on_mesh, parts
 from jaxinfer.parallel.mesh import sharding, stage_meshes
 from jaxinfer.parallel.stages import Stage, cut_layers
 from jaxinfer.weights.load import Params, num_bytes
@@ -135,30 +136,38 @@ def cache_spec(module: DecoderModel, engine: EngineConfig, served: Any) -> Cache
     )
 
 
-def choose_num_pages(engine: EngineConfig, stages: Sequence[ModelStage]) -> int:
+def count_lanes(stages: Sequence[ModelStage]) -> int:
+    """Parts in which devices keep the cache, each of other sequences: of latents, which belong to all heads, one a device."""
+    if stages[0].mesh is None or stages[0].model.config.mla is None or len(stages) > 1:
+        return 1
+    with on_mesh(stages[0].mesh):
+        return parts("lanes")
+
+
+def choose_num_pages(engine: EngineConfig, stages: Sequence[ModelStage], lanes: int = 1) -> int:
     """Pages that fit the memory asked for, at least one longest sequence's and at most what all slots could use.
 
-    Every stage has its part of every page.
+    Every stage has its part of every page. Of several lanes each has so many; what was asked for is of all of them.
     """
     groups = stages[0].model.page_groups
     sizes = [stage.cache.bytes_per_page for stage in stages]
     one = pages_for_one(engine.max_model_len, engine.max_prefill_tokens, engine.page_size, groups)
     if engine.num_pages is not None:
-        given, name = engine.num_pages, f"num_pages={engine.num_pages}"
+        given, name = engine.num_pages // lanes, f"num_pages={engine.num_pages}"
     elif engine.kv_cache_bytes is not None:
-        given = engine.kv_cache_bytes // sum(sizes)
+        given = engine.kv_cache_bytes // sum(sizes) // lanes
         name = f"kv_cache_bytes={engine.kv_cache_bytes} ({given} pages)"
     else:
         # On CPU the stages share one memory, elsewhere each has its own.
         free = min(compat.free_memory(stage.mesh) for stage in stages)
         if compat.platform() == "cpu":
-            fit = min(_CPU_KV_BYTES, free // 2) // sum(sizes)
+            fit = min(_CPU_KV_BYTES, free // 2) // sum(sizes) // lanes
         else:
             fit = int(free * _GPU_KV_SHARE) // max(sizes)
-        return min(max(fit, one + 1), one * engine.max_num_seqs + 1)
+        return min(max(fit, one + 1), one * -(-engine.max_num_seqs // lanes) + 1)
     if given < one + 1:
         raise ConfigError(
-            f"{name} is less than the {one + 1} pages of {sum(sizes)} bytes that one sequence of "
+            f"{name} is less than the {one + 1} pages of {sum(sizes)} bytes{f' on each of {lanes} devices' * (lanes > 1)} that one sequence of "
             f"max_model_len={engine.max_model_len} needs: raise it or lower max_model_len"
         )
     return given

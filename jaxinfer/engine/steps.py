@@ -55,6 +55,7 @@ class StepPrograms(HeadPrograms):
     ):
         """
         Args:
+          num_pages: of each lane of `buckets`.
           num_slots: rows of per-sequence state, one more than the sequences of a step; the last belongs to padding.
           tower: makes embeddings of images.
           media_rows: size of the buffer of image embeddings, of models with a vision tower.
@@ -66,18 +67,18 @@ class StepPrograms(HeadPrograms):
         self._flat = FlatModule(model, mesh)
         self._spec = cache_spec
         self._buckets = buckets
-        self._num_pages = num_pages
+        self._num_pages = num_pages * buckets.lanes
         self._table_width = table_width
         self.tower, self._media_rows = tower, 0 if tower is None else media_rows
         self._flat_tower = None if tower is None else FlatModule(tower, mesh)
-        self._cache_parts = (partition(model.cache_axes, "KV cache"),) * cache_spec.arrays
+        self._cache_parts = (partition(model.cache_axes(buckets.lanes), "KV cache"),) * cache_spec.arrays
         store = None
         if keep:
             # What the programs depend on beside the environment; their own shapes are in their names.
             parts = {
                 "model": repr((type(model).__qualname__, model.config, self._flat, model.compute_dtype)),
                 "family": class_digest(type(model)),
-                "cache": repr((cache_spec, num_pages, model.page_groups)),
+                "cache": repr((cache_spec, num_pages, buckets.lanes, model.page_groups)),
                 "rows": repr((num_slots, table_width, self._media_rows)),
                 "tower": repr(self._flat_tower),
                 "mesh": repr(mesh and dict(mesh.shape)),
@@ -158,6 +159,7 @@ class StepPrograms(HeadPrograms):
                 kv_lens=kv_lens,
                 num_decode=bucket.decode,
                 block=bucket.block,
+                lanes=self._buckets.lanes,
             )
             hidden, cache = model(entering, batch, cache, media=media)
             return hidden, hidden[samples] if stage.is_last else None, cache

@@ -182,7 +182,7 @@ class _Stage:
         model, mesh, spec = stage.model, stage.mesh, stage.cache
         flat = FlatModule(model, mesh)
         self._params, self._stage = params, model.stage
-        cache_parts = (partition(model.cache_axes, "KV cache"),) * spec.arrays
+        cache_parts = (partition(model.cache_axes(), "KV cache"),) * spec.arrays
         # What lies with other processes cannot be read.
         whole = mesh is not None and compat.spans_processes(mesh)
         logits_part = EVERYWHERE if whole else partition((None, "vocab"), "logits")

@@ -64,6 +64,7 @@ class StepBatch:
       positions: place of each token in its sequence.
       tables: page of each `page` positions, for every page group G, row or block R; entries at or past kv_lens are garbage.
       kv_lens: number of positions of the sequence that exist once this step's are written; 0 marks padding.
+      lanes: equal parts of the rows, and of the blocks, whose tables name pages of one device each; 1: all devices have all pages.
     """
 
     positions: Int[Array, " T"]
@@ -71,6 +72,7 @@ class StepBatch:
     kv_lens: Int[Array, " R"]
     num_decode: int
     block: int
+    lanes: int = 1
 
     @property
     def num_blocks(self) -> int:
@@ -78,7 +80,7 @@ class StepBatch:
 
 
 jax.tree_util.register_dataclass(
-    StepBatch, data_fields=["positions", "tables", "kv_lens"], meta_fields=["num_decode", "block"]
+    StepBatch, data_fields=["positions", "tables", "kv_lens"], meta_fields=["num_decode", "block", "lanes"]
 )
 
 

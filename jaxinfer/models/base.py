@@ -47,10 +47,12 @@ class DecoderModel(nnx.Module):
     def page_groups(self) -> tuple[PageGroup, ...]:
         """How far back the layers of each group look. The groups share the cache's arrays."""
 
-    @property
-    def cache_axes(self) -> tuple[Axis, ...]:
-        """Logical axes of the cache's arrays [planes, KV, P, page, hd]: which of them devices may split."""
-        return (None, "heads", None, None, None)
+    def cache_axes(self, lanes: int = 1) -> tuple[Axis, ...]:
+        """Logical axes of the cache's arrays [planes, KV, P, page, hd]: which of them devices may split.
+
+        lanes: as in StepBatch.
+        """
+        return (None, "heads", None, None, None) if lanes == 1 else (None, None, "lanes", None, None)
 
     @property
     @abstractmethod

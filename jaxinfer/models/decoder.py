@@ -105,10 +105,9 @@ class Decoder(DecoderModel):
         heads = max(c.num_kv_heads, self.parts)  # devices that share a key head each keep a copy
         return CacheLayout(arrays, planes=2, kv_heads=heads, head_dim=c.head_dim)
 
-    @property
-    def cache_axes(self) -> tuple[Axis, ...]:
+    def cache_axes(self, lanes: int = 1) -> tuple[Axis, ...]:
         # A latent belongs to all heads.
-        return super().cache_axes if self.config.mla is None else (None,) * 5
+        return (None,) * 5 if self.config.mla is not None and lanes == 1 else super().cache_axes(lanes)
 
     @property
     def output_head(self) -> Embedding | None:

@@ -67,3 +67,10 @@ def gather_over(axis: str, x: Array) -> Array:
     if parts(axis) == 1:
         return x[..., None]
     return jax.lax.all_gather(x, RULES[axis], axis=x.ndim)
+
+
+def swap_over(axis: str, x: Array, give: int, take: int) -> Array:
+    """Cuts dimension `give` into a piece for each part, and joins those that it gets along dimension `take`: an all-to-all."""
+    if parts(axis) == 1:
+        return x
+    return jax.lax.all_to_all(x, RULES[axis], split_axis=give, concat_axis=take, tiled=True)

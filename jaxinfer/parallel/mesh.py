@@ -1,6 +1,7 @@
 """The device mesh, and which of its axes splits which logical axis of a parameter.
 
-Logical axes are what model code names: "vocab", "heads", "ffn", "experts", "embed". Mesh axes are named here alone.
+Logical axes are what model code names: "vocab", "heads", "ffn", "experts", "embed"; "lanes" is a cache's: pages of other
+sequences on each device. Mesh axes are named here alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxinfer.config.mesh import MeshConfig
 from jaxinfer.errors import ConfigError
 
 DATA, PIPE, EXPERT, TENSOR = "data", "pipe", "expert", "tensor"
-RULES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "experts": EXPERT}
+RULES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "lanes": TENSOR, "experts": EXPERT}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

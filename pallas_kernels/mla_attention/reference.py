@@ -31,6 +31,37 @@ def absorbed_reference(
     q_nope, q_rope, b_key, b_value = _parts(q, pages, kv_b, scale)
     rank = kv_b.shape[2]
     q_latent = jnp.concatenate([jnp.einsum("rqhn,hnl->rhql", q_nope, b_key), q_rope.swapaxes(1, 2)], axis=-1)
+    mixed = _mix_latents(q_latent, pages, tables, q_start, kv_lens, rank)
+    return jnp.einsum("rhql,hvl->rqhv", mixed, b_value).astype(q.dtype)
+
+
+def latent_attention(
+    q_latent: Float[Array, "R Q H L"],
+    pages: Float[Array, "1 1 P page L"],
+    tables: Int[Array, "R pages"],
+    q_start: Int[Array, " R"],
+    kv_lens: Int[Array, " R"],
+    *,
+    rank: int,
+    scale: float,
+) -> Float[Array, "R Q H rank"]:
+    """The middle of the absorbed form: queries that kv_b is multiplied into already, and what they mix, still latent.
+
+    Arguments are those of `mla_attention`; rank: the part of a row of `pages` without the rotated key.
+    """
+    scaled = q_latent.astype(jnp.float32).swapaxes(1, 2) * scale
+    mixed = _mix_latents(scaled, pages, tables, q_start, kv_lens, rank)
+    return mixed.swapaxes(1, 2).astype(q_latent.dtype)
+
+
+def _mix_latents(
+    q_latent: Float[Array, "R H Q L"],
+    pages: jax.Array,
+    tables: jax.Array,
+    q_start: jax.Array,
+    kv_lens: jax.Array,
+    rank: int,
+) -> Float[Array, "R H Q rank"]:
     stats = q_latent.shape[:3]
     q_latent, zeros = zeros_with(q_latent, stats, (*stats, rank))
 
@@ -38,8 +69,7 @@ def absorbed_reference(
         scores = jnp.einsum("rhql,rtl->rhqt", q_latent, latents)
         return scores, lambda weights: jnp.einsum("rhqt,rtl->rhql", weights, latents[..., :rank])
 
-    mixed = _attend(look, zeros, _TURN_TOKENS, pages, tables, q_start, kv_lens)
-    return jnp.einsum("rhql,hvl->rqhv", mixed, b_value).astype(q.dtype)
+    return _attend(look, zeros, _TURN_TOKENS, pages, tables, q_start, kv_lens)
 
 
 def expanded_reference(

@@ -44,7 +44,7 @@ class ModelDevice:
     def __init__(self, groups: tuple[PageGroup, ...], page_size: int):
         self.groups = groups
         self.page_size = page_size
-        self.memory: dict[tuple[int, int], tuple] = {}  # (page, offset) -> content
+        self.memory: dict[tuple[int, int, int], tuple] = {}  # (page, offset, lane) -> content
         self.tables: dict[tuple[int, int, int], int] = {}  # (slot, group, index) -> page
         self.history: dict[int, list[int]] = {}  # slot -> tokens, the sampled one included
 
@@ -99,8 +99,9 @@ class ModelDevice:
                 assert slot[0] != 0, f"the query at {query} looks at {position}, whose page is gone"
                 assert found == wanted, f"the query at {query} finds {found} at {position}, not {wanted}"
 
-    def _page_slot(self, seq: Sequence, group: int, position: int) -> tuple[int, int]:
-        return self.tables[seq.slot, group, position // self.page_size], position % self.page_size
+    def _page_slot(self, seq: Sequence, group: int, position: int) -> tuple[int, int, int]:
+        page = self.tables[seq.slot, group, position // self.page_size]
+        return page, position % self.page_size, seq.lane
 
     def _content(self, seq: Sequence, group: int, position: int) -> tuple:
         return group, seq.salt, seq.extra, tuple(self.history[seq.slot][: position + 1])
@@ -144,6 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block=st.integers(1, 3),
         max_prefill_tokens=st.integers(3, 14),
         max_prefill_seqs=st.integers(1, 4),
+        lanes=st.sampled_from([1, 1, 2, 3]),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def start(
@@ -155,16 +157,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         block,
         max_prefill_tokens,
         max_prefill_seqs,
+        lanes,
         prefix_caching,
     ):
         alone = KVManager(2, page_size, groups).pages_alone(MAX_TOTAL - 1, max_prefill_tokens)
-        self.kv = KVManager(1 + alone + spare_pages, page_size, groups, prefix_caching=prefix_caching)
+        self.lanes = [
+            KVManager(1 + alone + spare_pages, page_size, groups, prefix_caching=prefix_caching)
+            for _ in range(lanes)
+        ]
         self.limits = (max_num_seqs, max_prefill_tokens, max_prefill_seqs, block)
         self.scheduler = Scheduler(
-            self.kv,
+            self.lanes,
             max_num_seqs=max_num_seqs,
             max_prefill_tokens=max_prefill_tokens,
             max_prefill_seqs=max_prefill_seqs,
+            max_lane_seqs=-(-max_num_seqs // lanes),
             prefill_block=block,
             max_waiting=MAX_WAITING,
         )
@@ -224,8 +231,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.live
         assert not self.scheduler.has_work
         self.scheduler.check_integrity()
-        assert self.kv.pool.available == self.kv.pool.total
-        assert self.kv.prefix_caching or self.kv.pool.num_free == self.kv.pool.total
+        for kv in self.lanes:
+            assert kv.pool.available == kv.pool.total
+            assert kv.prefix_caching or kv.pool.num_free == kv.pool.total
 
     @invariant()
     def integrity(self):
@@ -268,7 +276,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 < len(rows) == len(set(rows)) <= max_num_seqs
         assert all(seq.status is SequenceStatus.RUNNING for seq in [*step.decode, *chunks])
         assert len(chunks) <= max_prefill_seqs
-        assert sum(-(-length // block) * block for _, _, length, _ in step.prefill) <= max_prefill_tokens
+        for lane in range(len(self.lanes)):
+            lengths = [length for seq, _, length, _ in step.prefill if seq.lane == lane]
+            assert sum(-(-length // block) * block for length in lengths) <= max_prefill_tokens
+            rows_in_lane = [seq for seq in [*step.decode, *chunks] if seq.lane == lane]
+            assert len(rows_in_lane) <= -(-max_num_seqs // len(self.lanes))
         assert not {seq.seq_id for seq in step.preempted} & set(rows)
         assert all(len(seq.tokens) + seq.num_pending <= seq.max_total for seq in step.decode)
         both = [seq for seq in self.last_decode if seq in step.decode]

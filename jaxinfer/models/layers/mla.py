@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,12 @@ from jaxtyping import Array, Float
 from jaxinfer.config.model import ModelConfig
 from jaxinfer.kv.cache import StepBatch, write_kv
 from jaxinfer.kv.pages import LayerPlace
+from jaxinfer.models.layers.lanes import heads_to_lanes, lanes_to_heads, own_lane, own_tokens
 from jaxinfer.models.layers.linear import Linear
 from jaxinfer.models.layers.norm import RMSNorm
 from jaxinfer.models.layers.rope import apply_rope
 from jaxinfer.models.params import declare
-from pallas_kernels.mla_attention import mla_attention
+from pallas_kernels.mla_attention import latent_attention, mla_attention
 
 if typing.TYPE_CHECKING:
     from jaxinfer.models.decoder import Step
@@ -30,7 +33,8 @@ _NORM_EPS = 1e-6  # of the latents' norms: the code the models were released wit
 class MLA(nnx.Module):
     """Self-attention whose keys and values are made from one latent a token (MLA, arXiv:2405.04434).
 
-    Devices split the heads; each makes, and keeps, all latents.
+    Devices split the heads, and each makes all latents. It keeps them all, or, of a step with lanes, those of its own lane's
+    tokens: queries then go to the devices that have what they look at, and what they find comes back.
     """
 
     def __init__(self, name: str, config: ModelConfig, place: LayerPlace, *, dtype: DTypeLike):
@@ -76,24 +80,48 @@ class MLA(nnx.Module):
         q = jnp.concatenate([q[..., : m.nope_dim], q_rope], axis=-1)
         key = apply_rope(latent[:, None, m.kv_rank :], tables, interleaved=self.interleaved)
         row = jnp.concatenate([self.kv_norm(latent[:, None, : m.kv_rank]), key], axis=-1)
-        pages = write_kv(pages, (row,), step.batch, self.place.group)
-        mixed = self._attend(q, pages, step.batch)
+        batch = step.batch
+        if batch.lanes > 1:
+            mixed, pages = self._attend_in_lanes(q, row, pages, batch)
+        else:
+            pages = write_kv(pages, (row,), batch, self.place.group)
+            mixed = self._attend(mla_attention, q, pages, batch, self.kv_b[...])
         return self.out(mixed.reshape(x.shape[0], -1)), pages
 
-    def _attend(self, q: Float[Array, "T H d"], pages: Pages, batch: StepBatch) -> Float[Array, "T H v"]:
+    def _attend_in_lanes(
+        self, q: Float[Array, "T h d"], row: Float[Array, "T 1 L"], pages: Pages, batch: StepBatch
+    ) -> tuple[Float[Array, "T h v"], Pages]:
+        """Attention over this device's pages, in the absorbed form, which needs no head's part of kv_b in between."""
+        m, own = self.config, own_lane(batch)
+        kv_b = self.kv_b[...].astype(q.dtype)
+        q_latent = jnp.einsum("thn,hnl->thl", q[..., : m.nope_dim], kv_b[:, : m.nope_dim])
+        q_latent = heads_to_lanes(jnp.concatenate([q_latent, q[..., m.nope_dim :]], axis=-1), batch)
+        pages = write_kv(pages, (own_tokens(row, batch),), own, self.place.group)
+        attend = functools.partial(latent_attention, rank=m.kv_rank)
+        mixed = lanes_to_heads(self._attend(attend, q_latent, pages, own), batch)
+        return jnp.einsum("thl,hvl->thv", mixed, kv_b[:, m.nope_dim :]), pages
+
+    def _attend(
+        self,
+        attend: Callable[..., jax.Array],
+        q: Float[Array, "T H d"],
+        pages: Pages,
+        batch: StepBatch,
+        *more: jax.Array,
+    ) -> Float[Array, "T H v"]:
         """The decode rows together, then the prefill blocks together."""
         n, tables = batch.num_decode, batch.tables[self.place.group]
         parts: list[jax.Array] = []
         for span, queries in ((slice(0, n), 1), (slice(n, None), batch.block)):
             part = q[span]
             if part.shape[0]:
-                result = mla_attention(
+                result = attend(
                     part.reshape(-1, queries, *part.shape[1:]),
                     pages,
                     tables[span],
                     batch.positions[span][::queries],
                     batch.kv_lens[span],
-                    self.kv_b[...],
+                    *more,
                     scale=self.scale,
                 )
                 parts.append(result.reshape(*part.shape[:2], -1))
