@@ -35,6 +35,7 @@ _HELP = {
     "max_body_bytes": "largest request body",
     "max_header_bytes": "largest header, and all headers together",
     "max_json_depth": "how deeply a body may nest",
+    "max_json_values": "values that a body may hold, such as token ids",
     "max_queued_requests": "requests that may wait for their first token; more are answered 429",
     "max_queued_prefill_tokens": "prompt tokens that may wait to be computed; more are answered 429",
     "max_images": "images of one request",

@@ -12,7 +12,7 @@ from jaxinfer.errors import RequestError
 from jaxinfer.protocol.convert import read, wrong
 from jaxinfer.protocol.parse import parse_chat_request, parse_completion_request, parse_plain_request
 from jaxinfer.protocol.request import GenerationRequest
-from jaxinfer.protocol.strict_json import describe, parse_json
+from jaxinfer.protocol.strict_json import check_shape, describe, parse_json
 from jaxinfer.protocol.types import BatchEndpoint, BatchLineBody, Labelled
 
 MAX_LINE_BYTES = 32 << 20  # as large as a request body may be in vLLM's server
@@ -103,6 +103,7 @@ class LineParser:
             error = RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB", code="line_too_long")
             return BatchLine(line.id, line.number, True, error=error)
         try:
+            check_shape(line.data)
             members = parse_json(line.data)
             if not isinstance(members, dict):
                 raise RequestError(f"the line must be a JSON object, got {describe(members)}")

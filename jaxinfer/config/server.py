@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.errors import ConfigError
+from jaxinfer.protocol.strict_json import MAX_DEPTH, MAX_VALUES
 from jaxinfer.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 
@@ -26,7 +27,8 @@ class ServerConfig:
     max_stored_bytes: int = 2**35  # of all files in data_dir; then nothing is taken until some are deleted
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
-    max_json_depth: int = 128
+    max_json_depth: int = MAX_DEPTH
+    max_json_values: int = MAX_VALUES  # of a body
     max_queued_requests: int = 1024  # waiting for a slot in the engine
     max_queued_prefill_tokens: int = 2_000_000  # prompt tokens of requests without a first token
     max_images: int = 32  # of one request
@@ -54,8 +56,8 @@ class ServerConfig:
             if chosen is not None and chosen != "auto" and chosen not in known:
                 raise ConfigError(f"{name} {chosen!r} is unknown; known: auto, none, {', '.join(known)}")
         for name in (
-            *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_queued_requests"),
-            *("max_queued_prefill_tokens", "max_file_bytes", "max_stored_bytes"),
+            *("max_body_bytes", "max_header_bytes", "max_json_depth", "max_json_values"),
+            *("max_queued_requests", "max_queued_prefill_tokens", "max_file_bytes", "max_stored_bytes"),
             *("max_n", "max_unread_bytes", "max_images", "max_image_bytes", "max_image_pixels"),
         ):
             if getattr(self, name) < 1:

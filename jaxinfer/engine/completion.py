@@ -49,6 +49,8 @@ class Completion:
         out = self.output
         if token < 0:
             self.state.output.error = "the model's logits hold a NaN, or no token was allowed to follow"
+            if self.rules is not None and self.rules.matcher is not None and self.rules.matcher.gave_up:
+                self.state.output.error = "the grammar grew too complex to be followed: make it simpler"
             return self._end("error", None)
         out.token_ids.append(token)
         if logprob is not None and out.logprobs is not None:

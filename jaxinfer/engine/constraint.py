@@ -30,6 +30,11 @@ class Matcher:
         self._words = -(-vocab_size // 32)
         self._consumed = 0
 
+    @property
+    def gave_up(self) -> bool:
+        """Following the grammar took more than llguidance's limits, so that no token is allowed any more."""
+        return self._state.is_error()
+
     def mask(self, generated: list[int]) -> np.ndarray:
         """Bits of the tokens that may follow these, int32 [V / 32], token i in bit i % 32 of word i // 32.
 

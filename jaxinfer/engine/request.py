@@ -14,6 +14,8 @@ from jaxinfer.values import as_integer, as_number, shown
 FinishReason = str  # "stop" | "length" | "abort" | "error"
 
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 _INT64 = (-(2**63), 2**63 - 1)
 _MAX_TOP_K = 2**31 - 1  # the device counts in 32 bits; no vocabulary is larger

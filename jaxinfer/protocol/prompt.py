@@ -14,7 +14,7 @@ from jaxinfer.protocol.images import ImageOptions, fetch_all, image_urls, put_im
 from jaxinfer.protocol.request import ChatPrompt, GenerationRequest
 from jaxinfer.protocol.text_params import tokenize_params
 from jaxinfer.protocol.tools import FORCED_PARSER, Tools
-from jaxinfer.text.chat import ChatTemplate, encode_chat
+from jaxinfer.text.chat import ChatTemplate, check_text_fits, encode_chat
 from jaxinfer.text.parsers import (
     REASONING_END,
     TOOL_PARSERS,
@@ -110,14 +110,19 @@ def prepare(
         urls = image_urls(request.chat.messages, options)
         if urls and files is None:
             files = asyncio.run(fetch_all(urls, options.policy))
-        token_ids, media = _chat_ids(request.chat, tokenizer, template, safe), ()
+        token_ids, media = _chat_ids(request.chat, tokenizer, template, safe, max_model_len), ()
         if urls:
             assert tokenizer is not None  # _chat_ids has refused it
             token_ids, media = put_images(token_ids, files or (), tokenizer, options)
         prompts = (Prompt(token_ids, media=media),)
     else:
         prompts = tuple(
-            Prompt(encode_text(p, tokenizer, add_special_tokens=request.add_special_tokens), p)
+            Prompt(
+                encode_text(
+                    p, tokenizer, add_special_tokens=request.add_special_tokens, max_tokens=max_model_len
+                ),
+                p,
+            )
             if isinstance(p, str)
             else Prompt(list(p))
             for p in request.prompts
@@ -171,17 +176,30 @@ def _parsing(
     return params, Parsing(tool_parser, reasoning_parser, "", tools)
 
 
-def encode_text(text: str, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt. Raises RequestError when there is no tokenizer."""
+def encode_text(
+    text: str,
+    tokenizer: Tokenizer | None,
+    *,
+    add_special_tokens: bool = True,
+    max_tokens: int | None = None,
+    field: str = "prompt",
+) -> list[int]:
+    """Token ids of a prompt. Raises RequestError when there is no tokenizer, or the text cannot be so few tokens."""
     if tokenizer is None:
         raise RequestError(
             "this model has no tokenizer: give token ids instead of text, such as [1, 2, 3]", param="prompt"
         )
+    if max_tokens is not None:
+        check_text_fits(text, tokenizer, max_tokens, field)
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _chat_ids(
-    chat: ChatPrompt, tokenizer: Tokenizer | None, template: ChatTemplate | None, safe: bool
+    chat: ChatPrompt,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    safe: bool,
+    max_model_len: int,
 ) -> list[int]:
     if tokenizer is None:
         raise RequestError(
@@ -200,6 +218,7 @@ def _chat_ids(
         tools=None if chat.tools is None else list(chat.tools.functions),
         template_kwargs=dict(chat.template_kwargs),
         safe=safe,
+        max_tokens=max_model_len,
     )
 
 

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.engine.request import BIAS_LIMIT, INTEGER_LIMITS, MAX_LOGPROBS, MAX_STOP_STRINGS, NUMBER_LIMITS
+from jaxinfer.engine.request import (
+    BIAS_LIMIT,
+    INTEGER_LIMITS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    NUMBER_LIMITS,
+)
 
 MAX_PROMPTS = 1024
 _INT64 = 2**63
@@ -36,6 +44,7 @@ _Text = Annotated[str, Meta(min_length=1)]
 _TokenIdKey = Annotated[str, Meta(pattern=rf"^[0-9]{{1,18}}{_END}", description="a token id")]
 _Bias = Annotated[float, Meta(ge=-BIAS_LIMIT, le=BIAS_LIMIT)]
 _Stop = _Text | Annotated[list[_Text], Meta(max_length=MAX_STOP_STRINGS)]
+_BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 _Priority = Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1, description="lower runs first")]
 _CacheSalt = Annotated[
     str,
@@ -207,7 +216,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, _within("prompt_logprobs")] | None = None
-    bad_words: list[_Text] | None = None
+    bad_words: Annotated[list[_BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

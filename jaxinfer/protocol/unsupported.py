@@ -50,6 +50,7 @@ RESPONSES: Neutral = {
     "background": (False,),
     "prompt": (),
     "include": ([],),
+    "top_logprobs": (0,),
 }
 EMBEDDINGS: Neutral = {"dimensions": ()}
 BATCHES: Neutral = {"output_expires_after": ()}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 from aiohttp import web
 
 from jaxinfer.errors import RequestError
-from jaxinfer.protocol.strict_json import parse_json
+from jaxinfer.protocol.strict_json import check_shape, parse_json
 from jaxinfer.server.context import CONTEXT
 from jaxinfer.server.errors import HTTPFailure
 
-_NOT_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[^][{}"]+', re.DOTALL)
+_LARGE = 2**18  # bytes; longer bodies are read off the event loop
 
 
 async def read_json(request: web.Request) -> Any:
@@ -40,19 +39,11 @@ async def read_json(request: web.Request) -> Any:
         raise RequestError("the body is not encoded as its headers say", code="invalid_body") from None
     if not content:
         raise RequestError("the body is empty: send a JSON object", code="invalid_json")
-    limit = config.max_json_depth
-    if content.count(b"[") + content.count(b"{") > limit and _depth(content) > limit:
-        raise RequestError(f"the body is nested more than {limit} deep", code="invalid_json")
-    return parse_json(content)
 
+    def parse() -> Any:
+        check_shape(content, config.max_json_depth, config.max_json_values)
+        return parse_json(content)
 
-def _depth(content: bytes) -> int:
-    """How deeply brackets nest at most, those inside strings left out; found before anything recursive sees them."""
-    depth = deepest = 0
-    for bracket in _NOT_BRACKETS.sub(b"", content):
-        if bracket in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        else:
-            depth -= 1
-    return deepest
+    if len(content) < _LARGE:
+        return parse()
+    return await request.app[CONTEXT].in_worker(parse, "reading the body")

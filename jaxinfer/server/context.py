@@ -78,13 +78,14 @@ class ServerContext:
             ),
             config.max_images,
         )
-        self.embedding_lock = asyncio.Lock()  # one at a time: each takes memory of its own
         self.files: FileStore | None = None
         self.batches: BatchStore | None = None
         self.started = int(time.time())
         # Rendering and tokenising hold the GIL for milliseconds; a few threads keep one slow prompt from blocking the rest.
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="prepare")
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")  # they take up to a second each
+        # One text at a time, each takes memory of its own; also when its client has left before the end.
+        self._embedder = ThreadPoolExecutor(1, thread_name_prefix="embed")
 
     async def prepare(self, request: GenerationRequest) -> PreparedRequest:
         """`jaxinfer.protocol.prompt.prepare` off the event loop. RequestError when it takes too long."""
@@ -116,14 +117,20 @@ class ServerContext:
             )
         return prepared
 
-    async def in_worker[T](self, work: Callable[[], T]) -> T:
+    async def in_worker[T](
+        self, work: Callable[[], T], what: str = "rendering and tokenising the prompt"
+    ) -> T:
         """What `work` returns, called off the event loop.
 
         Raises:
           RequestError: it takes too long.
           OverloadError: it could not even be begun in that time.
         """
-        return await self._in_pool(self._workers, work, "rendering and tokenising the prompt")
+        return await self._in_pool(self._workers, work, what)
+
+    async def embed[T](self, work: Callable[[], T]) -> T:
+        """What `work` returns, called off the event loop after all such work that came before."""
+        return await asyncio.wrap_future(self._embedder.submit(work))
 
     async def _in_pool[T](self, pool: ThreadPoolExecutor, work: Callable[[], T], what: str) -> T:
         limit = self.config.template_timeout_s
@@ -137,7 +144,7 @@ class ServerContext:
             raise RequestError(f"{what} took more than {limit:g} s: make it shorter") from None
 
     def close(self) -> None:
-        for pool in (self._workers, self._compilers):
+        for pool in (self._workers, self._compilers, self._embedder):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -32,7 +32,10 @@ async def embeddings(request: web.Request) -> web.Response:
 
 def _ids(text: str | tuple[int, ...], context: ServerContext) -> list[int]:
     model = context.model
-    ids = encode_text(text, model.tokenizer) if isinstance(text, str) else list(text)
+    if isinstance(text, str):
+        ids = encode_text(text, model.tokenizer, max_tokens=model.max_model_len, field="input")
+    else:
+        ids = list(text)
     if not 0 < len(ids) <= model.max_model_len:
         raise RequestError(
             f"an input has {len(ids)} tokens, but must have 1 to {model.max_model_len}",
@@ -48,8 +51,7 @@ def _ids(text: str | tuple[int, ...], context: ServerContext) -> list[int]:
 
 
 async def _embed(ids: list[int], request: EmbeddingRequest, context: ServerContext) -> np.ndarray:
-    if context.model.hidden_states is None:
+    hidden_states = context.model.hidden_states
+    if hidden_states is None:
         raise RequestError("this model gives no hidden states, so it cannot embed", param="model")
-    async with context.embedding_lock:
-        hidden = await asyncio.to_thread(context.model.hidden_states, ids)
-    return pool(hidden, request)
+    return pool(await context.embed(lambda: hidden_states(ids)), request)

@@ -27,6 +27,7 @@ PURPOSES = ("batch", "batch_output", "user_data")
 _INTEGER = re.compile(r"-?[0-9]+")
 _MAX_DIGITS = 20  # of a limit that are read: a page is never so long
 _CHUNK = 2**18
+_MAX_PARTS = 16  # of an upload; OpenAI's clients send two to four
 
 
 class FileStore:
@@ -183,8 +184,11 @@ async def upload(request: web.Request) -> web.Response:
 
 async def _receive(request: web.Request, new: NewFile, limit: int) -> tuple[str | None, str | None]:
     """Reads the parts; returns purpose and file name, None for what is not there."""
-    purpose, filename = None, None
+    purpose, filename, count = None, None, 0
     async for part in await request.multipart():
+        count += 1
+        if count > _MAX_PARTS:
+            raise RequestError(f"there are more than {_MAX_PARTS} parts", param="file")
         if not isinstance(part, BodyPartReader):
             raise RequestError("parts must not be multipart themselves", param="file")
         if part.name == "purpose":

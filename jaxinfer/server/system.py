@@ -21,6 +21,8 @@ from jaxinfer.server.generate import check_model
 from jaxinfer.server.metrics import CONTENT_TYPE
 from jaxinfer.text.tokenizer import Tokenizer
 
+_MAX_TOKENIZE_CHARS = 4_000_000  # longer than any context; tokenising takes some hundred bytes a character
+
 
 async def health(request: web.Request) -> web.Response:
     """Liveness: 200 while the engine's thread runs, also when it is busy or draining."""
@@ -63,6 +65,11 @@ async def tokenize(request: web.Request) -> web.Response:
     if fields.messages is not None:
         ids = await _chat_ids(context, body)
     elif prompt is not None:
+        if len(prompt) > _MAX_TOKENIZE_CHARS:
+            raise RequestError(
+                f"prompt may have at most {_MAX_TOKENIZE_CHARS} characters here, got {len(prompt)}",
+                param="prompt",
+            )
         special = fields.add_special_tokens is not False
         tokenizer = _tokenizer(context)
         ids = await context.in_worker(lambda: encode_text(prompt, tokenizer, add_special_tokens=special))
@@ -70,7 +77,8 @@ async def tokenize(request: web.Request) -> web.Response:
         raise RequestError("give prompt or messages", param="prompt")
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": context.model.max_model_len, "tokens": ids}
     if fields.return_token_strs:
-        shown["token_strs"] = [_tokenizer(context).token_text(i) for i in ids]
+        token_text = _tokenizer(context).token_text
+        shown["token_strs"] = await context.in_worker(lambda: [token_text(i) for i in ids])
     return web.json_response(shown)
 
 
@@ -81,7 +89,11 @@ async def detokenize(request: web.Request) -> web.Response:
     size = context.model.vocab_size
     if fields.tokens and max(fields.tokens) >= size:
         raise RequestError(f"tokens must be an array of token ids between 0 and {size - 1}", param="tokens")
-    return web.json_response({"prompt": _tokenizer(context).decode(fields.tokens, skip_special_tokens=False)})
+    tokenizer = _tokenizer(context)
+    text = await context.in_worker(
+        lambda: tokenizer.decode(fields.tokens, skip_special_tokens=False), "writing the tokens out"
+    )
+    return web.json_response({"prompt": text})
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

@@ -167,6 +167,7 @@ def encode_chat(
     safe: bool = False,
     tools: Any = None,
     documents: Any = None,
+    max_tokens: int | None = None,
     **options: Any,
 ) -> list[int]:
     """Token ids of a chat prompt; the template writes BOS itself, and one is kept if it writes several.
@@ -175,6 +176,7 @@ def encode_chat(
       safe: text of users, tools and documents, and tool definitions, never becomes a control token. What
         the system, developer and assistant messages spell still does. The result is the same as without
         it when no such text spells (part of) one.
+      max_tokens: as `check_text_fits` has it; None for no limit.
       options: the other arguments of `ChatTemplate.render`.
     """
     mark = ""
@@ -182,6 +184,24 @@ def encode_chat(
         mark = unused_character(list(template.sources.values()), messages, tools, documents, options)
         messages, tools, documents = mark_untrusted(tokenizer, mark, messages, tools, documents)
     text = template.render(messages, tools=tools, documents=documents, **options)
+    if max_tokens is not None:
+        check_text_fits(text, tokenizer, max_tokens, "messages")
     if mark and mark in text:
         return tokenizer.drop_double_bos(encode_marked(tokenizer, text, mark))
     return tokenizer.drop_double_bos(tokenizer.encode(text, add_special_tokens=False))
+
+
+def check_text_fits(text: str, tokenizer: Tokenizer, max_tokens: int, param: str) -> None:
+    """Refuses a text so long that even the longest token, again and again, spells it in more than `max_tokens`: tokenising
+    takes some hundred times a text's memory, which would be for nothing.
+
+    Raises:
+      RequestError: code "context_length_exceeded".
+    """
+    if len(text) > max_tokens * tokenizer.longest_token:
+        raise RequestError(
+            f"{param} has {len(text)} characters, which are more than the {max_tokens} tokens that the context is limited to: "
+            "shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )

@@ -38,14 +38,12 @@ class IncrementalDetokenizer:
         "_include_stop",
         "_parts",
         "_pieces",
-        "_prefixes",
         "_size",
         "_stop",
         "_strip",
         "_tail",
         "_texts",
         "_unchecked",
-        "_window",
         "stopped",
     )
 
@@ -64,9 +62,7 @@ class IncrementalDetokenizer:
         self._size = tokenizer.vocab_size
         self._stop = stop
         self._include_stop = include_stop
-        self._prefixes = frozenset(s[:n] for s in stop for n in range(1, len(s)))
         self._first_chars = "".join({s[0] for s in stop})
-        self._window = max(map(len, stop), default=1) - 1
         self._unchecked = min_tokens if stop else 0
         self._strip = tokenizer.strip_leading_space and tokenizer.special_ids.issuperset(prompt_ids)
         self._tail = b""
@@ -131,8 +127,17 @@ class IncrementalDetokenizer:
         if match is not None:
             end, start, self.stopped = match
             return text[: end if self._include_stop else start]
-        for n in range(min(self._window, len(text)), 0, -1):
-            if text[-n:] in self._prefixes:
-                self._held = text[-n:]
-                return text[:-n]
-        return text
+        cut = self._start_of_stop(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _start_of_stop(self, text: str) -> int:
+        """Where the longest end of text begins that may become a stop string; len(text) if none may."""
+        earliest = len(text)
+        for stop in self._stop:  # whose beginnings are not kept: together they are as long as its square
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1), earliest)
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1, earliest)
+            if start >= 0:
+                earliest = start
+        return earliest

@@ -106,6 +106,11 @@ class Tokenizer:
         """One token as text; bytes that are no character of their own show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self._pieces))
+
     def piece_table(self, skip_special_tokens: bool) -> list[bytes]:
         """Bytes of every id, empty for control tokens if they are skipped. Not to be changed."""
         return self._shown_pieces if skip_special_tokens else self._pieces

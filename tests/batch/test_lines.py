@@ -120,3 +120,12 @@ def test_a_line_that_is_no_object(data):
     (line,) = parse(data)
     assert line.error is not None
     assert (line.request, line.custom_id, line.number, line.error.param) == (None, None, 1, None)
+
+
+def test_lines_are_bounded_as_bodies_are():
+    """One is parsed beside requests that are being served."""
+    line = b'{"prompt": [' + b"[]," * 200_000 + b"[]]}"
+    [read] = read_lines(io.BytesIO(line))
+    error = LineParser({}, {}).parse(read).error
+    assert error is not None
+    assert "more than 100000 arrays" in str(error)

@@ -207,3 +207,14 @@ def test_s13_kept_grammars_are_bounded(llm: LLM):
     assert np.unpackbits(first.mask([ord("a")]).view(np.uint8), bitorder="little").nonzero()[0].tolist() == [
         ord("b")
     ]
+
+
+def test_a_grammar_that_grows_beyond_the_limits_is_named_as_the_reason(llm: LLM):
+    doubling = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(25))  # 2 ** 25 times x
+    form = Constraint("grammar", f'start: a0\n{doubling}\na25: "x"')
+    [output] = llm.generate(["a"], sampled(1, constraint=form))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.error is not None
+    assert "too complex" in output.error
+    [output] = llm.generate(["a"], sampled(1, max_tokens=2))
+    assert output.outputs[0].finish_reason in ("stop", "length")

@@ -42,6 +42,8 @@ def test_any_bytes_are_a_value_or_a_request_error(data):
         (b'"\x01"', "Invalid control character at character 1$"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"a": [1e400]}', "1e400 is out of range"),
+        (b"-9" + b"9" * 400 + b".0", "out of range"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b'{"a": {"b": 1, "b": 1}}', "twice"),
         (b'"\\ud83d"', "surrogate"),

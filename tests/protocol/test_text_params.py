@@ -5,6 +5,7 @@ from byte_tokenizer import byte_tokenizer
 
 from jaxinfer.engine.request import SamplingParams
 from jaxinfer.errors import RequestError
+from jaxinfer.protocol.parse import parse_completion_request
 from jaxinfer.protocol.text_params import tokenize_params
 
 TOKENIZER = byte_tokenizer()
@@ -23,6 +24,21 @@ def test_at_most_128_sequences():
     with pytest.raises(RequestError, match="at most 128 bad words after tokenisation, got 130") as caught:
         tokenize_params(SamplingParams(bad_words=words), TOKENIZER)
     assert caught.value.param == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["w"] * 129, "at most 128 bad words, got 129"),
+        (["w" * 257], "a bad word may have at most 256 characters, got 257"),
+    ],
+)
+def test_words_are_bounded_before_they_are_tokenised(words, says):
+    with pytest.raises(RequestError, match=says) as caught:
+        tokenize_params(SamplingParams(bad_words=words), TOKENIZER)
+    assert caught.value.param == "bad_words"
+    with pytest.raises(RequestError, match="bad_words") as caught:
+        parse_completion_request({"prompt": "a", "bad_words": words})
 
 
 @pytest.mark.parametrize(("name", "instead"), [("bad_words", "bad_words_ids"), ("stop", "stop_token_ids")])

@@ -123,6 +123,8 @@ PART = b'--abc\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\
         PART % (b"purpose", b"batch") + b"\r\n--abc--\r\n",
         PART % (b"file", b"x") + b"\r\n" + PART % (b"file", b"x") + b"\r\n--abc--\r\n",
         PART % (b"expires_after[anchor]", b"created_at") + b"\r\n--abc--\r\n",
+        b"\r\n".join([PART % (b"x", b"y")] * 15 + [PART % (b"purpose", b"batch"), PART % (b"file", b"x")])
+        + b"\r\n--abc--\r\n",
         b"--abc\r\nContent-Type: multipart/mixed; boundary=d\r\n\r\n--d--\r\n--abc--\r\n",
     ],
 )

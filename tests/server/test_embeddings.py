@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -69,3 +72,32 @@ def test_what_cannot_be_embedded(server, change: dict[str, Any], param: str):
 def test_another_model(server, client_of):
     with pytest.raises(openai.NotFoundError):
         client_of(server).embeddings.create(model="other", input="x")
+
+
+def test_one_text_at_a_time_even_when_clients_leave(llm: LLM):
+    """A client that comes and goes must not start one computation after another beside each other."""
+    running: list[int] = []
+    most: list[int] = []
+    go_on = threading.Event()
+
+    def slow(ids: list[int]) -> np.ndarray:
+        running.append(1)
+        most.append(len(running))
+        go_on.wait(10)
+        running.pop()
+        return np.ones((len(ids), 4), np.float32)
+
+    model = served_model(llm, ServerConfig(served_model_name="tiny"))
+    model.hidden_states = slow
+    with serving(llm.engine, model) as server:
+        host, port = server.url.removeprefix("http://").rsplit(":", 1)
+        body = b'{"input": "a"}'
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        for _ in range(5):
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(head + body)
+                time.sleep(0.1)
+        go_on.set()
+        assert call(server, "/v1/embeddings", {"input": "a"})[0] == 200
+    assert max(most) == 1
+    assert len(most) < 6  # those whose clients had left before their turn were not begun

@@ -43,6 +43,7 @@ from jaxinfer.kv.prefix import BlockHasher, root_digest
 from jaxinfer.serve import served_model
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.text.tokenizer import Tokenizer
 
 ROOT = Path(jaxinfer.__file__).parent.parent
 SOURCES = sorted(
@@ -77,6 +78,52 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     with serving(llm.engine, served_model(llm, ServerConfig(served_model_name="tiny"))) as server:
         yield server
+
+
+# Not on the list: bodies whose cost is out of proportion to their size
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[" + b"[]," * 200_000 + b"[]]", "more than 100000 arrays, objects and members"),
+        (b'{"logit_bias": {' + b'"1": 1, ' * 200_000 + b'"2": 1}}', "more than 100000 arrays"),
+        (b'{"prompt": [' + b"1," * 1_000_000 + b"1]}", "more than 1000000 values"),
+        (b"[" + b"[]," * 200 + b'"a"' * 2_000_001 + b"]", "more than 1000000 values"),
+    ],
+)
+def test_bodies_of_too_many_values_are_refused_before_they_are_made(serve, content: bytes, says: str):
+    assert says in refused(serve(), "/v1/completions", None, raw=content)["message"]
+
+
+def test_text_may_hold_as_many_commas_and_brackets_as_it_likes(serve):
+    server = serve(ScriptedEngine(says("ok")), max_json_values=100)
+    text = 'say "{[, \\' * 50_000 + "\\"
+    error = refused(server, "/v1/completions", {"prompt": text})
+    assert error["code"] == "context_length_exceeded"  # it was read
+    error = refused(server, "/v1/completions", {"prompt": list(range(102))})
+    assert "more than 100 values" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+def test_text_that_cannot_fit_is_not_tokenised(serve, monkeypatch: pytest.MonkeyPatch, path: str):
+    text = "x" * 5_000_000
+    server = serve()
+    encoded: list[int] = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda _, text, **__: encoded.append(len(text)) or [1])
+    name = {"/v1/embeddings": "input", "/v1/chat/completions": "messages"}.get(path, "prompt")
+    body = {name: [{"role": "user", "content": text}] if name == "messages" else text}
+    assert refused(server, path, body)["param"] == name
+    assert not encoded
+
+
+def test_a_long_stop_string_costs_its_length(serve):
+    """Its beginnings, kept one by one, would be 20 GB."""
+    server = serve(ScriptedEngine(says("ok")))
+    status, answer, _ = call(
+        server, "/v1/completions", {"prompt": "a", "stop": ["o" * 200_000, "k" * 200_000], "max_tokens": 4}
+    )
+    assert (status, answer["choices"][0]["text"]) == (200, "ok")
 
 
 # S02, S04, S12, S29: nothing that runs what it reads

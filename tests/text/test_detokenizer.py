@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -191,3 +192,17 @@ def test_leading_space_goes_only_where_the_text_begins(sentencepiece_backend, sa
         == "<s> the cat"
         == tokenizer.decode([bos, *ids], skip_special_tokens=False)
     )
+
+
+def test_a_stop_string_takes_no_more_memory_than_its_length(smollm2: Tokenizer):
+    """Its beginnings written out would be 2 GB here."""
+    stop = "the end " * 8000
+    tracemalloc.start()
+    try:
+        detokenizer = IncrementalDetokenizer(smollm2, stop=(stop, stop[1:]))
+        shown = "".join(run(detokenizer, smollm2.encode("In the end the end " + "the end" * 3)))
+        used = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert shown == "In the end the end " + "the end" * 3
+    assert used < 2**21
