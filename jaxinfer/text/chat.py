@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from jaxinfer.errors import CheckpointError, RequestError
+from jaxinfer.text import kimi_tools
 from jaxinfer.text.jinja import ChatEnvironment
 from jaxinfer.text.messages import normalize, refuse, with_text_arguments
 from jaxinfer.text.tokenizer import Tokenizer
@@ -179,10 +180,17 @@ def encode_chat(
       max_tokens: as `check_text_fits` has it; None for no limit.
       options: the other arguments of `ChatTemplate.render`.
     """
-    mark = ""
+    mark = declared = ""
+    if tokenizer.kimi_tools and isinstance(tools, list | tuple):
+        tools = kimi_tools.sort_keys(tools)
+        declared = kimi_tools.declare(tools)
     if safe:
         mark = unused_character(list(template.sources.values()), messages, tools, documents, options)
-        messages, tools, documents = mark_untrusted(tokenizer, mark, messages, tools, documents)
+        messages, tools, documents, declared = mark_untrusted(
+            tokenizer, mark, messages, tools, documents, declared
+        )
+    if declared:
+        options["template_kwargs"] = {**(options.get("template_kwargs") or {}), "tools_ts_str": declared}
     text = template.render(messages, tools=tools, documents=documents, **options)
     if max_tokens is not None:
         check_text_fits(text, tokenizer, max_tokens, "messages")

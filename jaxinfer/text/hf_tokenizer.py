@@ -18,10 +18,12 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 def load(path: Path) -> TokenizerParts:
     """Reads tokenizer.json (or tiktoken.model) and the files beside it; CheckpointError names a bad one."""
     config = read_json(path / "tokenizer_config.json")
+    is_kimi = False
     if (path / "tokenizer.json").is_file():
         backend = _read_backend(path / "tokenizer.json")
     elif (path / "tiktoken.model").is_file():
         backend = tiktoken.load(path / "tiktoken.model", config)
+        is_kimi = True
     else:
         raise CheckpointError(
             f"{path} has neither tokenizer.json nor tiktoken.model: it holds no tokenizer we can read"
@@ -49,6 +51,7 @@ def load(path: Path) -> TokenizerParts:
         special_tokens=named,
         chat_templates=_chat_templates(path, config),
         strip_leading_space=strip,
+        kimi_tools=is_kimi,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from jaxinfer.errors import RequestError
 
-# Roles of OpenAI's API, and "ipython", Llama 3's name for a tool's answer.
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that servers and templates have for it
+# Roles of OpenAI's API, and "ipython", Llama 3's name for a tool's answer.
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
 
 

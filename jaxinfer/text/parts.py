@@ -23,6 +23,7 @@ class TokenizerParts:
       special_tokens: "bos_token", "eos_token", … → spelling, as chat templates see them.
       chat_templates: name → Jinja source; "default" and perhaps "tool_use".
       strip_leading_space: the encoder puts a space before a text, so the decoder takes one away.
+      kimi_tools: chat templates get tools as `kimi_tools` makes them.
     """
 
     backend: tokenizers.Tokenizer
@@ -35,6 +36,7 @@ class TokenizerParts:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     strip_leading_space: bool = False
+    kimi_tools: bool = False
 
 
 def _byte_alphabet() -> dict[int, int]:

@@ -31,6 +31,7 @@ class Tokenizer:
       special_tokens: "bos_token", "eos_token", … → spelling, as chat templates see them.
       chat_templates: name → Jinja source ("default", perhaps "tool_use").
       strip_leading_space: decoding takes away the one space that encoding puts before a text.
+      kimi_tools: chat templates get tools as `jaxinfer.text.kimi_tools` makes them.
     """
 
     def __init__(self, parts: TokenizerParts):
@@ -45,6 +46,7 @@ class Tokenizer:
         self.special_tokens = dict(parts.special_tokens)
         self.chat_templates = dict(parts.chat_templates)
         self.strip_leading_space = parts.strip_leading_space
+        self.kimi_tools = parts.kimi_tools
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:

@@ -16,6 +16,7 @@ from jaxinfer.errors import RequestError
 from jaxinfer.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15: no text we know has it, no filter changes it
+_WORD = re.compile(r"[\w$-]*")
 _TRUSTED_ROLES = frozenset(("system", "developer", "assistant"))
 
 
@@ -37,10 +38,8 @@ def unused_character(*values: Any) -> str:
     raise RequestError("the messages use every private-use character of Unicode's plane 15", param="messages")
 
 
-def mark_untrusted(
-    tokenizer: Tokenizer, mark: str, messages: Any, tools: Any, documents: Any
-) -> tuple[Any, Any, Any]:
-    """Copies of the three with marks in the strings of tools, documents and messages of untrusted roles.
+def mark_untrusted(tokenizer: Tokenizer, mark: str, messages: Any, *others: Any) -> tuple[Any, ...]:
+    """Copies of all with marks in the strings of messages of untrusted roles, and of the others (tools, documents).
 
     A string gets a mark inside each control token it spells, and at an end where it could be a part of one
     together with what the template puts beside it.
@@ -49,7 +48,7 @@ def mark_untrusted(
     try:
         if isinstance(messages, list | tuple):
             messages = [message if _is_trusted(message) else marker.value(message) for message in messages]
-        return messages, marker.value(tools), marker.value(documents)
+        return messages, *map(marker.value, others)
     except RecursionError:
         raise RequestError("the messages are nested too deeply", param="messages") from None
 
@@ -77,15 +76,25 @@ class _Marker:
         self._spellings = tokenizer.special_spellings
         self._mark = mark
 
-    def value(self, value: Any) -> Any:
-        """Marks every string inside, but not keys and not what decides how a template reads the rest."""
+    def value(self, value: Any, *, leads: bool = False) -> Any:
+        """Marks every string inside; `leads`: these strings are words that a template finds its way by."""
         if isinstance(value, str):
-            return self._text(value)
+            return self._word(value) if leads else self._text(value)
         if isinstance(value, Mapping):
-            return {key: item if key in ("role", "type") else self.value(item) for key, item in value.items()}
+            return {
+                self._word(key): self.value(item, leads=key in ("role", "type"))
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [self.value(item, leads=leads) for item in value]
         return value
+
+    def _word(self, word: Any) -> Any:
+        """Keys, roles and types: one word, which may be what a template compares with, stays unless it spells a token."""
+        pattern = self._spellings.pattern
+        if not isinstance(word, str) or (_WORD.fullmatch(word) and not (pattern and pattern.search(word))):
+            return word
+        return self._text(word)
 
     def _text(self, text: str) -> str:
         pattern = self._spellings.pattern
